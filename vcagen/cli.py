@@ -1,0 +1,97 @@
+"""Command lines from dataclasses, by jsonargparse; a user's mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+T = TypeVar("T")
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser with one-line errors, no abbreviations, and the nearest valid name for an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise ValueError(self._one_line(message))
+
+    def _one_line(self, message: str) -> str:
+        names = [option.lstrip("-") for action in self._actions for option in action.option_strings or [action.dest]]
+        unknown = re.search(r"unrecognized arguments: -*([\w.]+)", message)
+        nested = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+        plain = re.search(r"Option '([\w.]+)' is not accepted", message)
+        if found := unknown or nested or plain:
+            name = ".".join(found.groups())
+            near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(
+                name.rsplit(".", 1)[-1], names, n=1
+            )
+            return f"{name}: unknown option" + (f"; did you mean {near[0]}?" if near else "")
+        message = re.sub(r'^Parser key "([\w.]+)":', r"\1:", message.strip())
+        if given := re.search(r"Given value: (.*)", message):
+            kinds = re.findall(r"<class '(\w+)'>", message.split("Subtypes:")[-1].split("]")[0])
+            kinds = ["null" if kind == "NoneType" else kind for kind in kinds]
+            key = message.split(":", 1)[0]
+            return f"{key}: expected {' or '.join(kinds) or 'another type'}, got {given.group(1)!r}"
+        return re.sub(r"\s+", " ", message)
+
+
+def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, positional: str | None = None) -> T:
+    """Parse command-line arguments into the dataclass `config`.
+
+    Every field is an option `--field`, nested dataclasses by dots; `--config FILE` reads YAML, later arguments win.
+    `positional` names one field that is given without a dash. The class docstring is the help text.
+
+    Raises:
+        ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
+    """
+    parser = Parser(prog=prog, description=config.__doc__)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    if positional is not None:
+        parser.add_argument(positional, type=str)
+    parser.add_class_arguments(config, as_group=False, skip={positional} if positional else set())
+    values = parser.instantiate(parser.parse_args(args)).as_dict()
+    del values["config"]
+    return config(**values)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Call `main` and exit: 0 when done, 2 with one line on stderr for ValueError and OSError, 130 for Ctrl-C.
+
+    Under a launcher the other ranks give rank 0 two seconds to speak first: the launcher ends them when it has.
+    `VCAGEN_TRACEBACK=1` shows the traceback as well.
+    """
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        if os.environ.get("VCAGEN_TRACEBACK"):
+            traceback.print_exc()
+        rank = int(os.environ.get("RANK", "0"))
+        if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(2)
+        message = re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
+        print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+        _leave(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        _leave(130)
+    raise SystemExit(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: interpreter shutdown would wait for worker threads and process groups."""
+    sys.stdout.flush()
+    os._exit(code)

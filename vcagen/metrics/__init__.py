@@ -1,0 +1,1 @@
+"""Scores by the ADM protocol: features, statistics, distances, evaluation."""
