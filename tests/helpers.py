@@ -49,3 +49,40 @@ def user_error(*args, **kwargs):
     lines = [line for line in stderr.splitlines() if line.startswith("error")]
     assert len(lines) == 1, stderr
     return lines[0]
+
+
+def tiny_vae(folder, *, seed=0, scaling_factor=None, shift_factor=None):
+    """Save a random AutoencoderKL with 4 latent channels and 8x downsampling to `folder`; return its path as text.
+
+    Its scaling factor is 1 / the std of its latents on noise images, unless one is given.
+    """
+    from diffusers import AutoencoderKL
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        vae = AutoencoderKL(
+            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, layers_per_block=1, latent_channels=4, sample_size=32,
+            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+            shift_factor=shift_factor,
+        )  # fmt: skip
+        if scaling_factor is None:
+            with torch.no_grad():
+                scaling_factor = 1 / vae.encode(torch.rand(8, 3, 32, 32) * 2 - 1).latent_dist.sample().std().item()
+    vae.register_to_config(scaling_factor=scaling_factor)
+    vae.save_pretrained(folder)
+    return str(folder)
+
+
+def image_folder(root, counts, *, size=40, seed=0):
+    """Write random colour-gradient PNGs root/CLASS/000.png, ...; `counts` is class name -> number. Returns `root`."""
+    from PIL import Image
+
+    generator = np.random.default_rng(seed)
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            corners = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+            Image.fromarray(corners).resize((size, size + 4), Image.Resampling.BICUBIC).save(
+                root / name / f"{i:03}.png"
+            )
+    return root

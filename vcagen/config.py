@@ -44,8 +44,9 @@ class ObjectiveConfig:
 class CodecConfig:
     """Pixels to latents and back."""
 
-    vae: str = "stabilityai/sd-vae-ft-ema"
-    """Hub name or local folder of a diffusers AutoencoderKL, or identity for pixel-space training."""
+    vae: str | None = None
+    """Hub name or local folder of a diffusers AutoencoderKL, or identity for pixel-space training. Default: the VAE of
+    the shards; without shards stabilityai/sd-vae-ft-ema, and identity for the digits."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the VAE."""
     tiling: bool = False
@@ -58,8 +59,8 @@ class CodecConfig:
 class ImageConfig:
     """How an image folder is read."""
 
-    image_size: int = 256
-    """Side of the centre crop in pixels."""
+    image_size: int | None = None
+    """Side of the centre crop in pixels. Default: that of the shards; without shards 256, and 8 for the digits."""
     on_bad_image: Literal["error", "skip"] = "error"
     """Unreadable files: list them all and stop, or leave them out and list them in the output."""
     allow_empty_classes: bool = False
