@@ -1,0 +1,92 @@
+"""The linear interpolant of SiT (arXiv 2401.08740): from noise at t = 0 to data at t = 1.
+
+    x_t = t x_start + (1 - t) noise,   velocity = x_start - noise
+
+With w the diffusion coefficient, every dx = (velocity + w score) dt + sqrt(2 w) dW has the same marginals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+DIFFUSION_FORMS = ("constant", "SBDM", "sigma", "linear", "decreasing", "increasing-decreasing")
+
+
+class LinearInterpolant:
+    """The process; `t` of every method is a tensor (N,) in [0, 1], or a float."""
+
+    def interpolate(self, x_start: Tensor, noise: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
+        """x_t and the velocity there, both (N, C, H, W)."""
+        t = _expand(t, x_start)
+        return t * x_start + (1 - t) * noise, x_start - noise
+
+    def score_from_velocity(self, velocity: Tensor, x_t: Tensor, t: Tensor | float) -> Tensor:
+        """Gradient of log p_t at x_t, (N, C, H, W), by SiT's equation 9: (t velocity - x_t) / (1 - t), singular at 1."""
+        t = _expand(t, x_t)
+        return (t * velocity - x_t) / (1 - t)
+
+    def diffusion_coefficient(self, t: Tensor, form: str) -> Tensor:
+        """w at times t, of the shape of t; SBDM is infinite at t = 0.
+
+        Raises:
+            ValueError: unknown form.
+        """
+        if form == "constant":
+            return torch.ones_like(t)
+        if form == "SBDM":
+            return (1 - t) / t
+        if form in ("sigma", "linear"):  # two names in the public code, the same for this interpolant
+            return 1 - t
+        if form == "decreasing":
+            return 0.25 * (torch.cos(math.pi * t) + 1) ** 2
+        if form == "increasing-decreasing":
+            return torch.sin(math.pi * t) ** 2
+        raise ValueError(f"diffusion_form: {form}; choose from {', '.join(DIFFUSION_FORMS)}")
+
+    def losses(
+        self,
+        model: Model,
+        x_start: Tensor,
+        y: Tensor,
+        *,
+        t: Tensor | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> dict[str, Tensor]:
+        """Squared error of the velocity `model(x_t, t, y)` at images x_start (N, C, H, W).
+
+        In float32, or float64 for float64 images, whatever autocast does.
+
+        Args:
+            model: returns (N, C, H, W).
+            x_start: clean images or latents.
+            y: labels (N,).
+            t: times (N,) in [0, 1]; default: drawn uniformly from `generator`.
+            noise: like x_start; default: drawn from `generator`.
+            generator: torch's default where None.
+
+        Returns:
+            loss: (N,).
+        """
+        x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
+        source = generator.device if generator else x_start.device
+        if t is None:
+            t = torch.rand(len(x_start), generator=generator, device=source, dtype=x_start.dtype)
+        if noise is None:
+            noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
+        t, noise = t.to(x_start), noise.to(x_start)
+        x_t, velocity = self.interpolate(x_start, noise, t)
+        output = model(x_t, t, y).to(x_t.dtype)
+        assert output.shape == x_t.shape, (output.shape, x_t.shape)
+        return {"loss": (output - velocity).square().flatten(1).mean(1)}
+
+
+def _expand(t: Tensor | float, like: Tensor) -> Tensor | float:
+    """(N,) as (N, 1, 1, 1)."""
+    return t.reshape(-1, *[1] * (like.ndim - 1)) if isinstance(t, Tensor) else t

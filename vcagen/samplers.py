@@ -1,0 +1,386 @@
+"""Samplers: pure functions from noise and `predict(x_t, t)` to a sample; guidance is a closure around the network.
+
+`t` is (N,), the same for the batch: int64 times of the full schedule for ddpm and ddim, floats from 0 (noise) to
+1 (data) for ode and sde. Only the current state is kept. No step waits for the device (adaptive ODE methods do, and the
+fixed ones compare a time once a step); coefficients are floats known before the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdiffeq import odeint
+
+from vcagen.diffusion import GaussianDiffusion
+from vcagen.flow import LinearInterpolant
+
+Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+Predict = Callable[[Tensor, Tensor], Tensor]
+RandnLike = Callable[[Tensor], Tensor]
+Progress = Callable[[int], None]
+
+FIXED_METHODS = ("euler", "midpoint", "heun2", "heun3", "rk4", "explicit_adams", "implicit_adams", "fixed_adams")
+ADAPTIVE_METHODS = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "scipy_solver")
+LAST_STEPS = ("Mean", "Tweedie", "Euler", "none")
+SDE_START = 1e-3
+"""Where the SDE starts when its coefficient is infinite at 0."""
+
+
+class NonFiniteError(ValueError):
+    """The state of image `batch_index` was not finite after step `step`, counted from 1."""
+
+    def __init__(self, step: int, batch_index: int) -> None:
+        super().__init__(f"sampling: not finite after step {step} at batch index {batch_index}")
+        self.step = step
+        self.batch_index = batch_index
+
+
+class Guided:
+    """predict(x_t, t) of a class-conditional network: see `with_cfg`. `calls` counts the network calls so far."""
+
+    def __init__(
+        self,
+        model: Model,
+        y: Tensor,
+        cfg_scale: float,
+        null_label: int | None,
+        guided_channels: int | None,
+        interval: tuple[float, float] | None,
+    ) -> None:
+        self.model = model
+        self.y = y
+        self.cfg_scale = cfg_scale
+        self.guided_channels = guided_channels
+        self.interval = interval
+        self.y_null = None if null_label is None else torch.full_like(y, null_label)
+        self.calls = 0
+
+    def __call__(self, x_t: Tensor, t: Tensor, *, time: float | None = None) -> Tensor:
+        """The network's (N, out_channels, H, W) at x_t; `time` is t where the host knows it (else t is read back)."""
+        self.calls += 1
+        if self.cfg_scale == 1.0 or self.y_null is None or not self._guides(t, time):
+            return self.model(x_t, t, self.y)
+        channels = x_t.shape[1] if self.guided_channels is None else self.guided_channels
+        if self.cfg_scale == 0.0 and channels >= x_t.shape[1]:
+            return self.model(x_t, t, self.y_null)
+        both = self.model(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([self.y, self.y_null]))  # (2N, out, H, W)
+        cond, uncond = both.to(x_t.dtype).chunk(2)
+        guided = torch.lerp(uncond[:, :channels], cond[:, :channels], self.cfg_scale)
+        return torch.cat([guided, cond[:, channels:]], dim=1)
+
+    def _guides(self, t: Tensor, time: float | None) -> bool:
+        if self.interval is None:
+            return True
+        low, high = self.interval
+        return low <= (float(t[0]) if time is None else time) <= high
+
+
+def with_cfg(
+    model: Model,
+    y: Tensor,
+    *,
+    cfg_scale: float,
+    null_label: int | None,
+    guided_channels: int | None = None,
+    interval: tuple[float, float] | None = None,
+) -> Guided:
+    """Classifier-free guidance: uncond + cfg_scale (cond - uncond).
+
+    One network call a step: the plain conditional one where the scale is 1 or t outside the interval, the unconditional
+    one where it is 0, and otherwise one on the doubled batch.
+
+    Args:
+        model: model(x_t, t, y) -> (N, out_channels, H, W).
+        y: labels (N,).
+        cfg_scale: 1 is off, 0 unconditional.
+        null_label: label of "no class", None for a network without.
+        guided_channels: guide only the first ones (3 repeats published DiT numbers). Default: as many as x_t has;
+            variance channels come from the conditional pass (at scale 0 from the only one).
+        interval: guide only where low <= t <= high, in the process's own time. Default: everywhere.
+
+    Raises:
+        ValueError: guidance without a null label; a scale that is not finite; no channels; an empty interval.
+    """
+    if not math.isfinite(cfg_scale):
+        raise ValueError(f"cfg_scale: {cfg_scale}; needs a finite number")
+    if cfg_scale != 1.0 and null_label is None:
+        raise ValueError(f"cfg_scale: {cfg_scale}; this network has no null label, so only 1.0 is possible")
+    if guided_channels is not None and guided_channels < 1:
+        raise ValueError(f"guided_channels: {guided_channels}; needs at least 1")
+    if interval is not None and not interval[0] <= interval[1]:
+        raise ValueError(f"cfg_interval: {interval}; the first time must not be above the second")
+    return Guided(model, y, cfg_scale, null_label, guided_channels, interval)
+
+
+@torch.no_grad()
+def ddpm_sample(
+    diffusion: GaussianDiffusion,
+    predict: Predict,
+    noise: Tensor,
+    *,
+    num_steps: int,
+    randn_like: RandnLike,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Ancestral sampling on respaced steps, as DiT: `num_steps` network calls.
+
+    Args:
+        diffusion: the process.
+        predict: returns (N, 2C, H, W): noise and variance fraction.
+        noise: standard normal (N, C, H, W).
+        num_steps: 1 to the steps of the schedule.
+        randn_like: draws the noise of a step; called num_steps - 1 times, noisiest step first.
+        progress: called with the number of steps done.
+
+    Raises:
+        ValueError: num_steps outside the schedule; NonFiniteError for a state that is not finite.
+    """
+    process = diffusion.respace(num_steps)
+    x, watch = noise, Watch(progress)
+    for i in reversed(range(num_steps)):
+        p = process.p_mean_variance(_call(predict, x, process.timesteps[i]), x, i)
+        x = p.mean if i == 0 else p.mean + (0.5 * p.log_variance).exp() * randn_like(x)
+        watch.step(x)
+    watch.finish()
+    return x
+
+
+@torch.no_grad()
+def ddim_sample(
+    diffusion: GaussianDiffusion,
+    predict: Predict,
+    noise: Tensor,
+    *,
+    num_steps: int,
+    eta: float = 0.0,
+    randn_like: RandnLike | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """DDIM (arXiv 2010.02502, equation 12) on its own spacing: `num_steps` network calls. As `ddpm_sample`, with:
+
+    Args:
+        eta: 0 is deterministic, 1 has the variance of DDPM's posterior.
+        randn_like: needed where eta is above 0.
+
+    Raises:
+        ValueError: as `ddpm_sample`; eta outside 0 to 1.
+    """
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta: {eta}; needs 0 to 1")
+    assert eta == 0 or randn_like is not None, "eta > 0 draws noise"
+    process = diffusion.respace(num_steps, "ddim")
+    alpha_bars = process.alphas_cumprod.tolist()
+    x, watch = noise, Watch(progress)
+    for i in reversed(range(num_steps)):
+        predicted = _call(predict, x, process.timesteps[i])[:, : x.shape[1]].to(x.dtype)
+        x_start = process.x_start_from_noise(predicted, x, i)
+        alpha_bar, before = alpha_bars[i], alpha_bars[i - 1] if i > 0 else 1.0
+        sigma = eta * math.sqrt((1 - before) / (1 - alpha_bar) * (1 - alpha_bar / before))
+        x = math.sqrt(before) * x_start + math.sqrt(1 - before - sigma**2) * predicted
+        if sigma > 0 and randn_like is not None:
+            x = x + sigma * randn_like(x)
+        watch.step(x)
+    watch.finish()
+    return x
+
+
+@torch.no_grad()
+def ode_sample(
+    flow: LinearInterpolant,
+    predict: Predict,
+    noise: Tensor,
+    *,
+    num_steps: int | None = None,
+    method: str = "dopri5",
+    atol: float = 1e-6,
+    rtol: float = 1e-3,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Solve dx/dt = velocity from 0 to 1 by torchdiffeq.
+
+    Args:
+        flow: the process.
+        predict: returns the velocity (N, C, H, W).
+        noise: standard normal (N, C, H, W).
+        num_steps: intervals of a fixed-step method, each with as many network calls as the method has stages; None for
+            an adaptive one.
+        method: a name of torchdiffeq: FIXED_METHODS, ADAPTIVE_METHODS.
+        atol: absolute tolerance of adaptive methods, above 0. The error is that of the whole batch.
+        rtol: relative tolerance, above 0.
+        progress: called with the number of steps done (of accepted steps).
+
+    Raises:
+        ValueError: unknown method; num_steps missing or given where it must not be; tolerances that are not positive or
+            too small; NonFiniteError for a state that is not finite.
+    """
+    adaptive = method in ADAPTIVE_METHODS
+    if not adaptive and method not in FIXED_METHODS:
+        raise ValueError(f"method: {method}; choose from {', '.join(FIXED_METHODS + ADAPTIVE_METHODS)}")
+    if adaptive and num_steps is not None:
+        raise ValueError(
+            f"num_steps: {num_steps}; {method} chooses its own steps: leave it out (null), set atol and rtol"
+        )
+    if not adaptive and (num_steps is None or num_steps < 1):
+        raise ValueError(f"num_steps: {num_steps}; {method} needs at least 1")
+    for name, value in (("atol", atol), ("rtol", rtol)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}: {value}; needs a number above 0")
+
+    watch = Watch(progress)
+    options: dict[str, Any] = {}
+    if num_steps is not None:
+        grid = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)  # on the host, so that times are known there
+        options["grid_constructor"] = lambda func, y0, t: grid
+    velocity = _Velocity(predict, watch, method)
+    ends = noise.new_tensor([0.0, 1.0])
+    try:
+        x: Tensor = odeint(velocity, noise, ends, atol=atol, rtol=rtol, method=method, options=options)[-1]
+    except AssertionError as error:  # how torchdiffeq says that its step size became 0
+        if adaptive and "underflow in dt" in str(error):
+            raise ValueError(f"atol, rtol: {atol}, {rtol}; too small for {method} in {noise.dtype}") from error
+        raise
+    watch.step(x)
+    watch.finish()
+    return x
+
+
+class _Velocity:
+    """What torchdiffeq integrates, with the callbacks that it looks for."""
+
+    def __init__(self, predict: Predict, watch: Watch, method: str) -> None:
+        self.predict = predict
+        self.watch = watch
+        self.adaptive = method in ADAPTIVE_METHODS
+        if not self.adaptive:
+            self.callback_step = self._step
+        elif method != "scipy_solver":
+            self.callback_accept_step = self._step
+        self.first = not self.adaptive
+
+    def __call__(self, t: Tensor, x: Tensor) -> Tensor:
+        velocity = _call(self.predict, x, float(t)).to(x.dtype)
+        if self.adaptive:  # such a method reads its error back at every step, and NaN would shrink its steps to nothing
+            self.watch.require_finite(velocity)
+        return velocity
+
+    def _step(self, t: Tensor, x: Tensor, dt: Tensor) -> None:
+        """Called before a fixed step and after an adaptive one."""
+        if not self.first:
+            self.watch.step(x)
+        self.first = False
+
+
+@torch.no_grad()
+def sde_sample(
+    flow: LinearInterpolant,
+    predict: Predict,
+    noise: Tensor,
+    *,
+    num_steps: int,
+    diffusion_form: str = "sigma",
+    last_step: str = "Mean",
+    last_step_size: float = 0.04,
+    randn_like: RandnLike,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Euler-Maruyama of SiT's SDE, score and drift from the same velocity: `num_steps` network calls.
+
+    Args:
+        flow: the process.
+        predict: returns the velocity (N, C, H, W).
+        noise: standard normal (N, C, H, W).
+        num_steps: network calls, the last step among them.
+        diffusion_form: one of vcagen.flow.DIFFUSION_FORMS.
+        last_step: Mean (drift without noise), Tweedie (the expected data), Euler (the ODE's step), or none: all steps
+            alike.
+        last_step_size: the last step goes from 1 - last_step_size to 1 (where it is the only one, the whole way).
+        randn_like: draws the noise of a step; called for every step but the last one, or for all where that is none.
+        progress: called with the number of steps done.
+
+    Raises:
+        ValueError: unknown form or last step; sizes out of range; NonFiniteError for a state that is not finite.
+    """
+    if last_step not in LAST_STEPS:
+        raise ValueError(f"last_step: {last_step}; choose from {', '.join(LAST_STEPS)}")
+    if num_steps < 1:
+        raise ValueError(f"num_steps: {num_steps}; needs at least 1")
+    if last_step == "none":
+        num_noisy, last_step_size = num_steps, 0.0
+    elif not 0 < last_step_size < 1:
+        raise ValueError(f"last_step_size: {last_step_size}; needs a number between 0 and 1")
+    else:
+        num_noisy = num_steps - 1
+        last_step_size = last_step_size if num_noisy else 1.0
+
+    def coefficient(time: float) -> float:
+        return float(flow.diffusion_coefficient(torch.tensor(time, dtype=torch.float64), diffusion_form))
+
+    start = 0.0 if math.isfinite(coefficient(0.0)) else SDE_START
+    dt = (1 - last_step_size - start) / max(num_noisy, 1)
+    x, watch = noise, Watch(progress)
+    for i in range(num_noisy):
+        time = start + i * dt
+        w = coefficient(time)
+        velocity = _call(predict, x, time).to(x.dtype)
+        drift = velocity + w * flow.score_from_velocity(velocity, x, time)
+        x = x + dt * drift + math.sqrt(2 * w * dt) * randn_like(x)
+        watch.step(x)
+    if last_step != "none":
+        time = max(1 - last_step_size, start)
+        drift = _call(predict, x, time).to(x.dtype)
+        if last_step == "Mean":
+            drift = drift + coefficient(time) * flow.score_from_velocity(drift, x, time)
+        x = x + (1 - time) * drift  # Tweedie's x / t + (1 - t)^2 / t score is Euler's step for this interpolant
+        watch.step(x)
+    watch.finish()
+    return x
+
+
+SAMPLERS: dict[str, Callable[..., Tensor]] = {
+    "ddpm": ddpm_sample,
+    "ddim": ddim_sample,
+    "ode": ode_sample,
+    "sde": sde_sample,
+}
+
+
+class Watch:
+    """Reports steps, and keeps the magnitudes of the images after each on the device until `finish` reads them."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+        self.magnitudes: list[Tensor] = []
+
+    def step(self, x: Tensor) -> None:
+        """A step has led to x (N, ...)."""
+        self.magnitudes.append(_magnitude(x))
+        if self.progress is not None:
+            self.progress(len(self.magnitudes))
+
+    def require_finite(self, x: Tensor) -> None:
+        """Wait for the device and raise NonFiniteError where x, of the step that is being made, is not finite."""
+        bad = (~_magnitude(x).isfinite()).nonzero()
+        if len(bad):
+            raise NonFiniteError(len(self.magnitudes) + 1, int(bad[0]))
+
+    def finish(self) -> None:
+        """Raise NonFiniteError where a state was not finite."""
+        bad = (~torch.stack(self.magnitudes).isfinite()).nonzero()  # rows by step, then image
+        if len(bad):
+            raise NonFiniteError(int(bad[0, 0]) + 1, int(bad[0, 1]))
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """Largest absolute value of each image (N,), NaN where one is NaN: one kernel, and it cannot overflow."""
+    return torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1)
+
+
+def _call(predict: Predict, x: Tensor, time: float) -> Tensor:
+    """predict(x, t) with t (N,): int64 for an int."""
+    dtype = torch.int64 if isinstance(time, int) else x.dtype
+    t = torch.full((len(x),), time, device=x.device, dtype=dtype)
+    return predict(x, t, time=time) if isinstance(predict, Guided) else predict(x, t)
