@@ -1,0 +1,256 @@
+"""Visual-Contrast Attention (arXiv 2511.00833) and the registry of attentions.
+
+Symbols: N batch, M heads, T tokens on an H x W grid, D width, d = D / M, n = h * w contrast tokens on an h x w grid.
+q, k, v are (N, M, T, d). The maps are n x T in Stage I and T x n in Stage II: nothing is ever T x T.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, reduce
+from timm.layers.attention import Attention
+from torch import Tensor, nn
+
+Stage = Literal["contrast", "differential", "vanilla"]
+Tokens = Literal["pool", "emb", "pool+emb"]
+
+
+class VisualContrastAttention(nn.Module):
+    """Attention in two stages through n contrast tokens, linear in the number of tokens.
+
+    Stage I pools the queries to n tokens, adds two learned embeddings and lets both streams attend to all keys; their
+    difference is the contrast map V (n x d). Stage II lets every query attend to both streams of tokens, and applies
+    the difference of the two attention maps to V.
+
+    The ablations of Tables 3 and 4 are options. `stage1` and `stage2`: contrast; differential (the original
+    Differential Transformer inside the stage, on pooled tokens, with q, k and tokens split in two halves); vanilla (one
+    plain softmax attention with the pooled tokens). `positive_tokens` and `negative_tokens`: what a stream is made of.
+
+    Args:
+        dim: width D of the input and of the output.
+        num_heads: number of heads M; dim / num_heads must be even.
+        grid_size: (H, W) of the token grid, or H for a square one.
+        block_index: 0-based index of the block, for lambda_init = 0.8 - 0.6 exp(-0.3 * block_index) (arXiv 2410.05258).
+        contrast_grid: (h, w) of the contrast tokens, larger than the token grid if you like.
+        num_prefix_tokens: tokens before the grid (a class token); they are left out of the pooling only.
+
+    Raises:
+        ValueError: a value that is not possible, by name; in `forward`, a token count that does not fit the grid.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        grid_size: int | Sequence[int],
+        block_index: int = 0,
+        contrast_grid: int | Sequence[int] = (8, 8),
+        stage1: Stage = "contrast",
+        stage2: Stage = "contrast",
+        positive_tokens: Tokens = "pool+emb",
+        negative_tokens: Tokens = "pool+emb",
+        qkv_bias: bool = True,
+        num_prefix_tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        head_dim = _head_dim(dim, num_heads)
+        if head_dim % 2:
+            raise ValueError(f"num_heads: {num_heads} heads of dim {dim} are {head_dim} wide; the width must be even")
+        for name, value, valid in (
+            ("stage1", stage1, get_args(Stage)),
+            ("stage2", stage2, get_args(Stage)),
+            ("positive_tokens", positive_tokens, get_args(Tokens)),
+            ("negative_tokens", negative_tokens, get_args(Tokens)),
+        ):
+            if value not in valid:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(valid)}")
+        if block_index < 0:
+            raise ValueError(f"block_index: {block_index} is negative")
+        if num_prefix_tokens < 0:
+            raise ValueError(f"num_prefix_tokens: {num_prefix_tokens} is negative")
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.grid_size = as_grid("grid_size", grid_size)
+        self.contrast_grid = as_grid("contrast_grid", contrast_grid)
+        self.num_prefix_tokens = num_prefix_tokens
+        self.num_tokens = num_prefix_tokens + math.prod(self.grid_size)
+        self.num_contrast_tokens = math.prod(self.contrast_grid)
+        self.stage1, self.stage2 = stage1, stage2
+        self.positive_tokens, self.negative_tokens = positive_tokens, negative_tokens
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * block_index)
+
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+        contrast = "contrast" in (stage1, stage2)
+        self.positive_embedding = self._embedding() if contrast and "emb" in positive_tokens else None
+        self.negative_embedding = self._embedding() if contrast and "emb" in negative_tokens else None
+        self.lambda1, self.norm1 = self._lambda_and_norm(stage1)
+        self.lambda2, self.norm2 = self._lambda_and_norm(stage2)
+
+    def _embedding(self) -> nn.Parameter:
+        embedding = torch.empty(self.num_heads, self.num_contrast_tokens, self.head_dim)
+        return nn.Parameter(nn.init.trunc_normal_(embedding, std=0.02, a=-0.04, b=0.04))
+
+    def _lambda_and_norm(self, stage: Stage) -> tuple[nn.Parameter | None, nn.RMSNorm | None]:
+        if stage == "vanilla":
+            return None, None
+        return nn.Parameter(0.1 * torch.randn(4, self.head_dim)), nn.RMSNorm(self.head_dim, eps=1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, D) -> (N, T, D)."""
+        if x.shape[1] != self.num_tokens:
+            height, width = self.grid_size
+            raise ValueError(
+                f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
+                f"{self.num_tokens} tokens, the input has {x.shape[1]}"
+            )
+        q, k, v = rearrange(self.qkv(x), "n t (three m d) -> three n m t d", three=3, m=self.num_heads)
+        return self.proj(rearrange(self.attend(q, k, v), "n m t d -> n t (m d)"))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Both stages, before the projection: three (N, M, T, d) -> (N, M, T, d)."""
+        pooled = self._pool(q)  # (N, M, n, d)
+        streams = self._streams(pooled) if "contrast" in (self.stage1, self.stage2) else None  # (N, M, 2n, d)
+        return self._stage2(q, pooled, streams, self._stage1(pooled, streams, k, v))
+
+    def _stage1(self, pooled: Tensor, streams: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+        """The contrast map V, (N, M, n, d)."""
+        if self.stage1 == "vanilla":
+            return _softmax(self._scaled(pooled) @ k.mT).to(v.dtype) @ v
+        assert self.lambda1 is not None
+        assert self.norm1 is not None
+        if self.stage1 == "differential":
+            values = self._halves_map(pooled, k, self._lambda(self.lambda1)).to(v.dtype) @ v
+        else:
+            assert streams is not None
+            both = _softmax(streams @ k.mT).to(v.dtype) @ v  # (N, M, 2n, d)
+            positive, negative = _at_least_float32(both).chunk(2, dim=-2)
+            values = positive - self._lambda(self.lambda1) * negative
+        return self._normalise(values, self.norm1).to(v.dtype)
+
+    def _stage2(self, q: Tensor, pooled: Tensor, streams: Tensor | None, values: Tensor) -> Tensor:
+        """The head outputs, (N, M, T, d)."""
+        if self.stage2 == "vanilla":
+            return _softmax(q @ self._scaled(pooled).mT).to(values.dtype) @ values
+        assert self.lambda2 is not None
+        assert self.norm2 is not None
+        if self.stage2 == "differential":
+            difference = self._halves_map(q, pooled, self._lambda(self.lambda2))
+        else:
+            assert streams is not None
+            both = _softmax(rearrange(q @ streams.mT, "n m t (two c) -> n m t two c", two=2))  # (N, M, T, 2, n)
+            difference = both[..., 0, :] - self._lambda(self.lambda2) * both[..., 1, :]
+        return self._normalise(difference.to(values.dtype) @ values, self.norm2).to(values.dtype)
+
+    def _pool(self, q: Tensor) -> Tensor:
+        """Average pooling of the query grid to the contrast grid, by PyTorch's adaptive bins."""
+        (height, width), (rows, columns) = self.grid_size, self.contrast_grid
+        q = q[:, :, self.num_prefix_tokens :]
+        if height % rows == 0 and width % columns == 0:
+            return reduce(q, "n m (r a c b) d -> n m (r c) d", "mean", r=rows, c=columns, a=height // rows)
+        field = rearrange(q, "n m (h w) d -> n (m d) h w", h=height)
+        pooled = F.adaptive_avg_pool2d(field, self.contrast_grid)
+        return rearrange(pooled, "n (m d) r c -> n m (r c) d", m=self.num_heads)
+
+    def _streams(self, pooled: Tensor) -> Tensor:
+        """Tokens t+ and t- one after the other, already divided by sqrt(d): (N, M, 2n, d)."""
+        parts = []
+        for tokens, embedding in (
+            (self.positive_tokens, self.positive_embedding),
+            (self.negative_tokens, self.negative_embedding),
+        ):
+            if embedding is None:
+                parts.append(pooled)
+            elif tokens == "emb":
+                parts.append(embedding.to(pooled.dtype).expand_as(pooled))
+            else:
+                parts.append(pooled + embedding.to(pooled.dtype))
+        return self._scaled(torch.cat(parts, dim=-2))
+
+    def _scaled(self, tokens: Tensor) -> Tensor:
+        # The n tokens are scaled rather than the logits: n << T.
+        return tokens * self.head_dim**-0.5
+
+    def _halves_map(self, rows: Tensor, columns: Tensor, lambda_: Tensor) -> Tensor:
+        """softmax(r1 c1^T / sqrt(d / 2)) - lambda softmax(r2 c2^T / sqrt(d / 2)) of the two halves of each head."""
+        scale = (self.head_dim // 2) ** -0.5
+        first, second = (
+            _softmax((r * scale) @ c.mT) for r, c in zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)
+        )
+        return first - lambda_ * second
+
+    def _lambda(self, vectors: Tensor) -> Tensor:
+        q1, k1, q2, k2 = _at_least_float32(vectors)
+        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+
+    def _normalise(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """(1 - lambda_init) * RMSNorm(x) over each head, the factor folded into the d weights."""
+        x = _at_least_float32(x)
+        weight = norm.weight.to(x.dtype) * (1 - self.lambda_init)
+        return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _head_dim(dim: int, num_heads: int) -> int:
+    if num_heads < 1 or dim % num_heads:
+        raise ValueError(f"num_heads: width {dim} is not divisible by {num_heads} heads")
+    return dim // num_heads
+
+
+def as_grid(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width) of a size given as one integer or two.
+
+    Raises:
+        ValueError: not one or two positive integers; `name` says whose.
+    """
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+        raise ValueError(f"{name}: {size!r} is not a positive integer or a pair (height, width) of them")
+    return pair[0], pair[1]
+
+
+def plain_attention(
+    dim: int,
+    num_heads: int,
+    *,
+    grid_size: int | Sequence[int],
+    block_index: int = 0,
+    qkv_bias: bool = True,
+    num_prefix_tokens: int = 0,
+) -> nn.Module:
+    """timm's multi-head self-attention under the registry's signature; the grid and the index mean nothing to it."""
+    _head_dim(dim, num_heads)
+    return Attention(dim, num_heads, qkv_bias=qkv_bias)
+
+
+ATTENTION: dict[str, Callable[..., nn.Module]] = {"mhsa": plain_attention, "vca": VisualContrastAttention}
+
+
+def make_attention(
+    name: str, dim: int, num_heads: int, *, grid_size: int | Sequence[int], block_index: int = 0, **options: object
+) -> nn.Module:
+    """The attention registered as `name`.
+
+    Raises:
+        ValueError: unknown name, an option that this attention does not have, or a value it refuses.
+    """
+    if name not in ATTENTION:
+        raise ValueError(f"attention: {name!r} is not one of {', '.join(ATTENTION)}")
+    constructor = ATTENTION[name]
+    if unknown := options.keys() - inspect.signature(constructor).parameters.keys():
+        raise ValueError(f"attention_options: {name} has no option {', '.join(sorted(unknown))}")
+    return constructor(dim, num_heads, grid_size=grid_size, block_index=block_index, **options)
