@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,87 @@ class Job:
     main: Callable[[list[str]], None]
 
 
-JOBS: dict[str, Job] = {}
+def encode(args: list[str]) -> None:
+    """Encode images to latent shards."""
+    from vcagen import cli
+    from vcagen.config import EncodeConfig
+
+    config = cli.parse(EncodeConfig, args, prog="python -m vcagen encode", positional="images")
+
+    from accelerate.utils import gather_object
+
+    from vcagen.build import build_accelerator
+    from vcagen.encode import encode as encode_images
+
+    accelerator = build_accelerator()
+    encode_images(
+        config,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        gather=gather_object,
+        device=accelerator.device,
+    )
+
+
+def stats(args: list[str]) -> None:
+    """Write reference statistics."""
+    from vcagen import cli
+    from vcagen.config import StatsConfig
+    from vcagen.metrics.features import load_extractor
+    from vcagen.metrics.statistics import open_reference, save_statistics
+
+    config = cli.parse(StatsConfig, args, prog="python -m vcagen stats", positional="images")
+    extractor = load_extractor(config.extractor, weights=config.inception_weights)
+    reference = open_reference(
+        config.images,
+        extractor,
+        batch=config.batch,
+        image_size=config.image_size,
+        num_workers=config.num_workers,
+    )
+    save_statistics(config.out, reference, extractor)
+    print(json.dumps({"out": config.out, **reference.record()}, indent=2))
+
+
+def evaluate(args: list[str]) -> None:
+    """Score samples against a reference."""
+    from vcagen import cli
+    from vcagen.config import EvaluateConfig
+    from vcagen.files import write_json
+    from vcagen.metrics.evaluate import evaluate_images
+    from vcagen.metrics.features import load_extractor
+    from vcagen.metrics.sources import open_samples, result_path, sample_manifest
+    from vcagen.metrics.statistics import open_reference
+
+    config = cli.parse(EvaluateConfig, args, prog="python -m vcagen evaluate", positional="samples")
+    manifest = sample_manifest(config.samples)
+    expected = manifest.get("num_images") if config.num_images is None else config.num_images
+    samples = open_samples(config.samples, num_workers=config.num_workers, expected=expected)
+    extractor = load_extractor(config.extractor, weights=config.inception_weights)
+    extractor.check_shape(samples.shape, samples.path)
+    reference = open_reference(
+        config.reference,
+        extractor,
+        batch=config.batch,
+        image_size=config.image_size,
+        num_workers=config.num_workers,
+        rows=config.precision_recall,
+        shape=samples.shape,
+    )
+    result = evaluate_images(samples, extractor, reference, batch=config.batch, sampling=manifest)
+    out = config.out or result_path(config.samples)
+    write_json(out, result)
+    print(json.dumps(result["metrics"], indent=2))
+    for warning in result["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"result: {out}", file=sys.stderr)
+
+
+JOBS: dict[str, Job] = {
+    "encode": Job("images to latent shards, once, before training", encode),
+    "stats": Job("reference statistics of real images", stats),
+    "evaluate": Job("FID, sFID, IS, precision and recall of a folder or .npz of samples", evaluate),
+}
 
 
 def main(args: list[str]) -> None:

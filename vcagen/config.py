@@ -300,27 +300,27 @@ class ExtractorConfig:
     """Decoding threads."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StatsConfig(ExtractorConfig):
     """Write the reference statistics of an image folder, an .npz or the built-in digits."""
 
-    images: str = ""
-    """Image folder, .npz with arr_0, or digits."""
+    images: str
+    """Image folder, .npz of images (statistics stored in it are kept), or digits."""
     out: str = "reference.npz"
     """File of the statistics."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(ExtractorConfig):
     """Score a folder or an .npz of samples against a reference: FID, sFID, IS, precision, recall."""
 
-    samples: str = ""
-    """Folder of 8-bit RGB images, or .npz with arr_0."""
-    reference: str = ""
+    samples: str
+    """Folder of 8-bit RGB images, or .npz with arr_0; digits for the built-in set."""
+    reference: str
     """ADM .npz, image folder, statistics of `vcagen stats`, or digits."""
     num_images: int | None = None
-    """Number of samples that must be there. Default: as many as are."""
+    """Number of samples that must be there. Default: that of manifest.json beside them, or as many as are."""
     precision_recall: bool = True
     """Compute precision and recall, where the reference has images or features."""
     out: str | None = None
-    """Result file. Default: results.json beside the samples."""
+    """Result file. Default: results.json beside the images, above a folder called images."""

@@ -26,7 +26,7 @@ from vcagen.files import atomic_file
 from vcagen.metrics.features import Extractor, Features, full_precision
 from vcagen.metrics.scores import IS_CHUNK, NEIGHBOURS, InceptionScore, frechet_distance, precision_recall
 from vcagen.metrics.sources import ImageSource
-from vcagen.metrics.statistics import FeatureStatistics, Reference, image_digests
+from vcagen.metrics.statistics import FeatureStatistics, Reference, image_digests, refuse_other_shape
 
 
 def count_name(count: int) -> str:
@@ -77,11 +77,8 @@ class Evaluator:
             ValueError: wrong number of channels, or another size than the reference's.
         """
         self.extractor.check_shape(shape, path)
-        known = self.reference.shape if self.reference is not None else None
-        if known is not None and known != shape:
-            ours, theirs = (f"{c} channel(s) of {h} x {w} pixels" for c, h, w in (shape, known))
-            assert self.reference is not None
-            raise ValueError(f"{path}: {ours}, but the reference {self.reference.path} has {theirs}")
+        if self.reference is not None:
+            refuse_other_shape(self.reference.path, self.reference.shape, shape)
         self._shape = shape
 
     def update(self, images: Tensor, index: Sequence[int] | Tensor) -> None:
@@ -162,7 +159,8 @@ class Evaluator:
     def finalize(self, **facts: Any) -> dict[str, Any]:
         """The result (PROTOCOL: metrics, everything they depend on, warnings), in one process, after all are done.
 
-        `facts` are further entries of the result: sampler, model, vae, samples.
+        `facts` are further entries of the result: sampler, model, vae, uint8_rule; `samples` and `warnings` are added
+        to what is there.
 
         Raises:
             ValueError: an image without features, or a reference of another size.
@@ -198,7 +196,6 @@ class Evaluator:
             "n_samples": self.count,
             "n_ref_pr": len(reference.rows) if self._rows and reference.rows is not None else 0,
             "resolution": None if shape is None else shape[1],
-            "uint8_rule": "floor((x + 1) * 127.5 + 0.5), clamped to 0..255",
             "reference": reference.record(),
             "weights": self.extractor.record(),
             "extractor": self._environment(),

@@ -184,12 +184,15 @@ def _downloaded_weights() -> Path:
     return path
 
 
-def load_extractor(name: str, *, weights: str | None = None, device: torch.device | str = "cpu") -> Extractor:
+def load_extractor(name: str, *, weights: str | None = None, device: torch.device | str | None = None) -> Extractor:
     """The extractor called `name`: inception (weights from a local file, or downloaded), or pixels.
+
+    Without a device: a GPU where there is one.
 
     Raises:
         ValueError: unknown name, or weights that are missing, cannot be downloaded, or are not this network's.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "pixels":
         return PixelFeatures(device)
     if name != "inception":

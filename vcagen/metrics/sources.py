@@ -5,6 +5,7 @@ No source holds more than a few batches; an .npz is read through its zip member,
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +42,10 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
     Every header is read before this returns. A folder is taken in the order of `scan_images`.
 
     Raises:
-        ValueError: nothing there, a file of another mode or size, or not `expected` images.
+        ValueError: nothing there, a file of another mode or size, less than 2 images, or not `expected` images.
     """
-    if Path(path).suffix == ".npz":
-        source = open_npz(path)
+    if path == "digits" or Path(path).suffix == ".npz":
+        source = open_images(path)
         extra: list[str] = []
     else:
         source, files = _open_sample_folder(path, num_workers)
@@ -55,7 +56,31 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
             f"{path}: {source.count} images, {expected} expected{names}; give --num_images {source.count} "
             "to score those that are there"
         )
+    if source.count < 2:
+        raise ValueError(f"{path}: {source.count} image; scores need at least 2")
     return source
+
+
+def sample_manifest(path: str) -> dict[str, Any]:
+    """What `sample.py` wrote about the samples at `path`, its output folder or the images in it; {} for others'."""
+    file = _output_folder(path) / "manifest.json"
+    if not file.is_file():
+        return {}
+    try:
+        manifest = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error})") from error
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def result_path(path: str) -> Path:
+    """results.json beside the images, or beside the .npz, at `path`; above a folder called images."""
+    return _output_folder(path) / "results.json"
+
+
+def _output_folder(path: str) -> Path:
+    here = Path(path)
+    return here.parent if here.suffix == ".npz" or here.name == "images" or path == "digits" else here
 
 
 def open_images(path: str, *, image_size: int | None = None, num_workers: int = 4) -> ImageSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,26 +172,29 @@ def open_reference(
     image_size: int | None = None,
     num_workers: int = 4,
     rows: bool = True,
+    shape: tuple[int, int, int] | None = None,
     progress: bool = True,
 ) -> Reference:
     """Open a reference: ADM's .npz, an image folder, an .npz of images, statistics of `vcagen stats`, or digits.
 
     Statistics stored in a file are used as they are; those of images are computed here. `image_size` crops the images
     of a folder as in training. `rows` also provides the features that precision and recall need.
+    Images of another shape (C, H, W) than `shape`, the samples', are refused before any work.
 
     Raises:
         ValueError: nothing there, pickled or damaged arrays, missing, non-finite or wrongly sized statistics, or
-            statistics made by another extractor.
+            statistics made by another extractor or of images of another shape.
     """
     if path != "digits" and not Path(path).exists():
         raise ValueError(f"reference: {path}: no such file or folder (or the word digits)")
     if Path(path).suffix == ".npz":
         arrays = _load_statistics(path)
         if arrays:
-            return _stored(path, arrays, extractor, batch, rows, progress)
+            return _stored(path, arrays, extractor, batch, rows, shape, progress)
     elif path != "digits" and not Path(path).is_dir():
         raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
     source = open_images(path, image_size=image_size, num_workers=num_workers)
+    refuse_other_shape(path, source.shape, shape)
     keep = 0 if not rows else source.count if source.kind == "npz" else min(source.count, REFERENCE_ROWS)
     statistics = measure(source, extractor, batch, keep, progress)
     return Reference(
@@ -204,6 +208,13 @@ def open_reference(
         images_sha256=statistics.images_sha256,
         file_sha256=sha256(path) if source.kind == "npz" else None,
     )
+
+
+def refuse_other_shape(path: str, found: Sequence[int] | None, samples: Sequence[int] | None) -> None:
+    """Raise ValueError when the reference at `path` has images of another (C, H, W) than the samples."""
+    if found is not None and samples is not None and tuple(found) != tuple(samples):
+        theirs, ours = (f"{c} channel(s) of {h} x {w} pixels" for c, h, w in (found, samples))
+        raise ValueError(f"reference: {path}: its images have {theirs}, the samples {ours}")
 
 
 def measure(
@@ -248,7 +259,13 @@ def _gaussian(path: str, mu: Any, sigma: Any, names: str) -> Gaussian:
 
 
 def _stored(
-    path: str, arrays: dict[str, Any], extractor: Extractor, batch: int, rows: bool, progress: bool
+    path: str,
+    arrays: dict[str, Any],
+    extractor: Extractor,
+    batch: int,
+    rows: bool,
+    expected: tuple[int, int, int] | None,
+    progress: bool,
 ) -> Reference:
     pool = _gaussian(path, arrays["mu"], arrays["sigma"], "mu and sigma")
     spatial = _gaussian(path, arrays["mu_s"], arrays["sigma_s"], "mu_s and sigma_s") if "mu_s" in arrays else None
@@ -267,6 +284,7 @@ def _stored(
             raise ValueError(f"reference: {path}: its meta record is damaged ({error})") from error
         if identity != extractor.identity:
             raise ValueError(f"reference: {path}: made by {identity}, but the samples are seen by {extractor.identity}")
+        refuse_other_shape(path, shape, expected)
         return Reference(
             kind="statistics",
             path=path,
@@ -282,6 +300,7 @@ def _stored(
     if arrays["images"]:
         source = open_npz(path)
         shape = source.shape
+        refuse_other_shape(path, shape, expected)
         if rows:
             kept = measure(source, extractor, batch, source.count, progress).rows
     return Reference("npz", path, pool, spatial, kept, shape, file_sha256=file_sha256)
