@@ -27,7 +27,7 @@ class LinearInterpolant:
         return t * x_start + (1 - t) * noise, x_start - noise
 
     def score_from_velocity(self, velocity: Tensor, x_t: Tensor, t: Tensor | float) -> Tensor:
-        """Gradient of log p_t at x_t, (N, C, H, W), by SiT's equation 9: (t velocity - x_t) / (1 - t), singular at 1."""
+        """Gradient of log p_t at x_t, (N, C, H, W), SiT's equation 9: (t velocity - x_t) / (1 - t), singular at 1."""
         t = _expand(t, x_t)
         return (t * velocity - x_t) / (1 - t)
 

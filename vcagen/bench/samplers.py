@@ -1,0 +1,119 @@
+"""What a sampler costs beside its network: its own time a network call, against a DiT-S/2 forward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vcagen import cli
+from vcagen.diffusion import GaussianDiffusion
+from vcagen.dit import DIT_SIZES, DiT
+from vcagen.files import write_json
+from vcagen.flow import DIFFUSION_FORMS, LinearInterpolant
+from vcagen.samplers import ddim_sample, ddpm_sample, ode_sample, sde_sample, with_cfg
+
+
+@dataclass(frozen=True)
+class SamplersBenchConfig:
+    """Time a network call of each sampler with a network that returns its input, beside a DiT-S/2 forward."""
+
+    batch: int = 8
+    """Latents (4, 32, 32) a network call."""
+    num_steps: int = 50
+    """Steps of each sampler."""
+    repeats: int = 5
+    """Measurements of each; the fastest counts."""
+    device: str = "cpu"
+    """Device to measure on."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+
+
+def main(args: list[str]) -> None:
+    """Print a table, one row a sampler: microseconds a network call, and percent of the forward."""
+    config = cli.parse(SamplersBenchConfig, args, prog="python -m vcagen bench samplers")
+    for name in ("batch", "num_steps", "repeats"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
+    noise = torch.randn(config.batch, 4, 32, 32, device=config.device)
+    labels = torch.zeros(config.batch, dtype=torch.int64, device=config.device)
+
+    forward = _forward_seconds(noise, labels, config.repeats)
+    print(f"DiT-S/2 forward, batch {config.batch}, {noise.device}: {1e3 * forward:.2f} ms\n")
+    print(f"{'sampler':<30}{'calls':>6}{'us/call':>10}{'% of forward':>14}")
+    rows = []
+    for name, sample in _samplers(noise, config.num_steps).items():
+        network = _twice if name.startswith("dd") else _same
+        counted = with_cfg(network, labels, cfg_scale=1.0, null_label=None)
+        sample(counted)
+        seconds = _fastest(partial(sample, counted), noise.device, config.repeats)
+        calls = counted.calls // (config.repeats + 1)
+        row = {"sampler": name, "calls": calls, "us_per_call": 1e6 * seconds / calls}
+        row["percent_of_forward"] = 100 * seconds / calls / forward
+        print(f"{name:<30}{calls:>6}{row['us_per_call']:>10.1f}{row['percent_of_forward']:>14.3f}")
+        rows.append(row)
+    if config.json is not None:
+        setting = {"batch": config.batch, "device": str(noise.device), "num_steps": config.num_steps}
+        write_json(config.json, {**setting, "forward_ms": 1e3 * forward, "samplers": rows})
+
+
+def _samplers(noise: Tensor, num_steps: int) -> dict[str, partial[Tensor]]:
+    """Every sampler as a function of predict alone."""
+    diffusion, flow = GaussianDiffusion(), LinearInterpolant()
+    settings: dict[str, Any] = {"noise": noise, "num_steps": num_steps}
+    jobs = {
+        "ddpm": partial(ddpm_sample, diffusion, **settings, randn_like=torch.randn_like),
+        "ddim": partial(ddim_sample, diffusion, **settings),
+        "ddim eta 1": partial(ddim_sample, diffusion, **settings, eta=1.0, randn_like=torch.randn_like),
+        "ode dopri5": partial(ode_sample, flow, noise=noise, method="dopri5"),
+    }
+    for method in ("euler", "heun2", "rk4"):
+        jobs[f"ode {method}"] = partial(ode_sample, flow, **settings, method=method)
+    for form in DIFFUSION_FORMS:
+        jobs[f"sde {form}"] = partial(sde_sample, flow, **settings, diffusion_form=form, randn_like=torch.randn_like)
+    return jobs
+
+
+def _same(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    return x
+
+
+def _twice(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, x], dim=1)
+
+
+@torch.no_grad()
+def _forward_seconds(noise: Tensor, labels: Tensor, repeats: int) -> float:
+    size = DIT_SIZES["S"]
+    network = DiT(
+        input_size=32,
+        patch_size=2,
+        in_channels=4,
+        out_channels=8,
+        hidden_size=size["hidden_size"],
+        depth=size["depth"],
+        num_heads=size["num_heads"],
+        num_classes=1000,
+    )
+    network.to(noise.device).eval()
+    t = torch.full_like(labels, 500)
+    network(noise, t, labels)
+    return _fastest(partial(network, noise, t, labels), noise.device, repeats)
+
+
+def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` runs, each waited for."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
