@@ -92,8 +92,54 @@ def evaluate(args: list[str]) -> None:
     print(f"result: {out}", file=sys.stderr)
 
 
+def cost(args: list[str]) -> None:
+    """Parameters and multiply-adds."""
+    from vcagen import cli
+    from vcagen.config import Config, CostConfig
+    from vcagen.tables import Row, load_table
+
+    config = cli.parse(CostConfig, args, prog="python -m vcagen cost", positional="table")
+
+    from vcagen.build import build_cost
+    from vcagen.cost import cost_table
+    from vcagen.files import write_json
+    from vcagen.latents import DataSpec
+
+    size = config.latent_size
+    data = DataSpec(config.channels, size, size, config.num_classes, (), 8 * size, {})
+    if config.table is None:
+        name = f"{config.objective.name} {config.model.size} {config.model.attention}"
+        title, rows = "", [(Row(name, "", {}, {}), Config("", model=config.model, objective=config.objective))]
+    else:
+        table = load_table(config.table)
+        title, rows = table.title, [(row, row.config()) for row in table.rows]
+    costs = [(row, build_cost(c.model, c.objective, data)) for row, c in rows]
+    text, values = cost_table(title, costs)
+    print(text)
+    if config.json:
+        write_json(config.json, values)
+
+
+def bench(args: list[str]) -> None:
+    """Time a part."""
+    import importlib
+    import pkgutil
+
+    import vcagen.bench
+
+    names = sorted(module.name for module in pkgutil.iter_modules(vcagen.bench.__path__))
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: python -m vcagen bench NAME [options]\n\nnames: {', '.join(names)}")
+        return
+    if args[0] not in names:
+        raise ValueError(f"{args[0]}: unknown benchmark; choose from {', '.join(names)}")
+    importlib.import_module(f"vcagen.bench.{args[0]}").main(args[1:])
+
+
 JOBS: dict[str, Job] = {
     "encode": Job("images to latent shards, once, before training", encode),
+    "cost": Job("parameters and multiply-adds, of a table of the paper or of one network", cost),
+    "bench": Job("speed of a part, each against a yardstick in the same run", bench),
     "stats": Job("reference statistics of real images", stats),
     "evaluate": Job("FID, sFID, IS, precision and recall of a folder or .npz of samples", evaluate),
 }
