@@ -86,3 +86,41 @@ def image_folder(root, counts, *, size=40, seed=0):
                 root / name / f"{i:03}.png"
             )
     return root
+
+
+def random_inception(path):
+    """Write a state dict of torch-fidelity's Inception with random weights that keep activations alive; returns `path`.
+
+    Batch norms are calibrated on random pictures: with their initial statistics the activations would vanish.
+    """
+    from unittest import mock
+
+    from torch_fidelity import feature_extractor_inceptionv3 as inception
+
+    with (
+        torch.random.fork_rng(),
+        mock.patch.object(inception, "load_state_dict_from_url", return_value={}),
+        mock.patch.object(inception.FeatureExtractorInceptionV3, "load_state_dict"),
+    ):
+        torch.manual_seed(0)
+        network = inception.FeatureExtractorInceptionV3("random", ["2048"], verbose=False)
+    generator = torch.Generator().manual_seed(0)
+    for module in network.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight, nonlinearity="relu", generator=generator)
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0
+            module.train()
+    network(random_pictures(16, 96, seed=123))
+    network.eval()
+    torch.save(network.state_dict(), path)
+    return str(path)
+
+
+def random_pictures(count, size, *, channels=3, seed=0):
+    """Smooth random colour pictures, uint8 (count, channels, size, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, channels, 6, 6, generator=generator) * 255
+    smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=True)
+    noise = torch.randn(count, channels, size, size, generator=generator) * 8
+    return (smooth + noise).clamp(0, 255).to(torch.uint8)
