@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
-from vcagen.config import ModelConfig, ObjectiveConfig
+from vcagen import checkpoints
+from vcagen.codec import DEFAULT_VAE, LatentCodec
+from vcagen.config import Config, ModelConfig, ObjectiveConfig, SamplingConfig, from_dict
+from vcagen.cost import Cost, measure
 from vcagen.diffusion import GaussianDiffusion
-from vcagen.dit import DiT, parse_size
+from vcagen.dit import DIT_SIZES, DiT, parse_size
+from vcagen.files import sha256
 from vcagen.flow import LinearInterpolant
+from vcagen.generate import SAMPLER_OPTIONS, Sampler
 from vcagen.latents import DataSpec
+from vcagen.samplers import SAMPLERS, Progress, RandnLike, with_cfg
 
 
 def build_accelerator(**options: Any) -> Accelerator:
@@ -58,6 +68,167 @@ def build_model(model: ModelConfig, objective: ObjectiveConfig, data: DataSpec) 
         raise ValueError(f"model.{error}") from error
 
 
+def build_cost(model: ModelConfig, objective: ObjectiveConfig, data: DataSpec) -> Cost:
+    """What such a network costs; no memory is taken."""
+    with torch.device("meta"):
+        return measure(build_model(model, objective, data))
+
+
 def build_objective(objective: ObjectiveConfig) -> GaussianDiffusion | LinearInterpolant:
     """The process that is learned and sampled."""
     return LinearInterpolant() if objective.name == "flow" else GaussianDiffusion(objective.num_timesteps)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained network with all that sampling needs."""
+
+    model: DiT
+    """In eval mode, on the device."""
+    objective: GaussianDiffusion | LinearInterpolant
+    codec: LatentCodec
+    config: Config
+    """Of the training run; of a public file what its shapes tell, the rest at its defaults."""
+    data: DataSpec
+    """Without class names where they are not known."""
+    step: int | None
+    ema_decay: float | None
+    weights_sha256: str
+
+
+def load_run(
+    path: str | Path,
+    *,
+    weights: str | None = None,
+    step: int | None = None,
+    objective: str | None = None,
+    vae: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Run:
+    """Load a run folder of train.py, a weights file of ours, or a public DiT or SiT file.
+
+    Args:
+        weights: ema (the default), ema_DECAY or raw.
+        step: checkpoint of a run. Default: the newest.
+        objective: diffusion (DiT) or flow (SiT) of a public file, where neither its name nor its arguments tell.
+        vae: where the VAE is now, if not where the weights say; of a public file which one.
+
+    Raises:
+        ValueError: nothing to load there, or weights that do not fit.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = checkpoints.find_weights(path, weights=weights or "ema", step=step)
+    elif step is not None:
+        raise ValueError(f"step: {path} is one file; steps are of run folders")
+    read = checkpoints.read_weights(path, which="raw" if weights == "raw" else "ema")
+    if read.metadata is not None:
+        if weights not in (None, "ema", read.name):
+            raise ValueError(f"weights: {path} holds {read.name}, not {weights}")
+        config = from_dict(Config, read.metadata["config"])
+        data = DataSpec.from_dict(read.metadata["data"])
+        codec = LatentCodec.from_description(
+            data.codec, vae=vae, precision=config.codec.precision, tiling=config.codec.tiling,
+            slicing=config.codec.slicing, device=device,
+        )  # fmt: skip
+    else:
+        found = checkpoints.architecture(read.state_dict)
+        config = public_config(path, found, read.args or {}, objective)
+        codec = LatentCodec(vae or DEFAULT_VAE, channels=int(found["in_channels"]), device=device)
+        side = int(found["grid"] * found["patch_size"])
+        num_classes = int(found["num_labels"]) - 1
+        description = codec.description()
+        data = DataSpec(
+            channels=codec.channels, height=side, width=side, num_classes=num_classes, class_names=(),
+            image_size=side * codec.downsample, codec=description,
+        )  # fmt: skip
+    model = build_model(config.model, config.objective, data)
+    checkpoints.load_into(model, read.state_dict)
+    metadata = read.metadata or {"step": None, "ema_decay": None}
+    return Run(
+        model=model.to(device).eval().requires_grad_(False),
+        objective=build_objective(config.objective),
+        codec=codec,
+        config=config,
+        data=data,
+        step=metadata["step"],
+        ema_decay=metadata["ema_decay"],
+        weights_sha256=sha256(path),
+    )
+
+
+def public_config(path: Path, found: dict[str, int | float], args: dict[str, Any], objective: str | None) -> Config:
+    """The configuration of a public file: named size by the width, process by the argument, else by what is stored.
+
+    Both kinds have twice the output channels, so the shapes do not tell DiT from SiT: training arguments of SiT, or one
+    of the two in the file's name, do.
+
+    Raises:
+        ValueError: a width of no named size, or a process that cannot be told.
+    """
+    names = {sizes["hidden_size"]: name for name, sizes in DIT_SIZES.items()}
+    if found["hidden_size"] not in names:
+        raise ValueError(f"{path}: width {found['hidden_size']}, of no named size; the number of heads is not known")
+    if "grid" not in found:
+        raise ValueError(f"{path}: pos_embed missing; a public DiT or SiT file has it")
+    told = {name for word, name in (("dit", "diffusion"), ("sit", "flow")) if word in path.name.lower()}
+    if found["out_channels"] == found["in_channels"] or "path_type" in args:
+        told = {"flow"}
+    if objective is None and len(told) != 1:
+        raise ValueError(
+            f"objective: {path} does not tell whether it is DiT or SiT; give --objective diffusion or flow"
+        )
+    process = ObjectiveConfig(name="flow" if (objective or told.pop()) == "flow" else "diffusion")
+    size = f"{names[int(found['hidden_size'])]}/{found['patch_size']}"
+    return Config(
+        run="",
+        model=ModelConfig(size=size, depth=int(found["depth"]), mlp_ratio=found["mlp_ratio"]),
+        objective=process,
+    )
+
+
+def build_sampler(
+    model: Callable[[Tensor, Tensor, Tensor], Tensor],
+    objective: GaussianDiffusion | LinearInterpolant,
+    settings: SamplingConfig,
+    *,
+    null_label: int | None,
+    bf16: bool = False,
+) -> Sampler:
+    """The sampler of resolved settings: noise and labels to latents and the number of network calls.
+
+    Args:
+        settings: from `vcagen.generate.resolve_sampling`.
+        null_label: of the network, which may come wrapped.
+        bf16: autocast of the network; the state stays in float32.
+
+    Raises:
+        ValueError: settings that the sampler or the guidance refuses; found by a rehearsal with a zero network.
+    """
+    name, cfg_scale = settings.sampler, settings.cfg_scale
+    assert name is not None and cfg_scale is not None, "settings must be resolved"  # noqa: PT018
+    options = {option: getattr(settings, option) for option in SAMPLER_OPTIONS[name]}
+    options = {option: value for option, value in options.items() if value is not None}
+
+    def sample(
+        noise: Tensor, y: Tensor, *, randn_like: RandnLike, progress: Progress | None = None, network: Any = model
+    ) -> tuple[Tensor, int]:
+        def autocast(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+                return network(x, t, y).float()
+
+        predict = with_cfg(
+            autocast, y, cfg_scale=cfg_scale, null_label=null_label,
+            guided_channels=settings.guided_channels, interval=settings.cfg_interval,
+        )  # fmt: skip
+        random = {} if name == "ode" else {"randn_like": randn_like}
+        latents = SAMPLERS[name](objective, predict, noise, **random, **options, progress=progress)
+        return latents, predict.calls
+
+    channels = 2 if isinstance(objective, GaussianDiffusion) else 1
+    zero = torch.zeros(1, 1, 1, 1)
+    sample(
+        zero, torch.zeros(1, dtype=torch.long), randn_like=torch.zeros_like,
+        network=lambda x, t, y: x.new_zeros(len(x), channels, 1, 1),
+    )  # fmt: skip
+    return sample

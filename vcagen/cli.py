@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -52,7 +53,8 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
     """Parse command-line arguments into the dataclass `config`.
 
     Every field is an option `--field`, nested dataclasses by dots; `--config FILE` reads YAML, later arguments win.
-    `positional` names one field that is given without a dash. The class docstring is the help text.
+    `positional` names one field that is given without a dash, and may be left out where it has a default. The class
+    docstring is the help text.
 
     Raises:
         ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
@@ -60,7 +62,9 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
     parser = Parser(prog=prog, description=config.__doc__)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     if positional is not None:
-        parser.add_argument(positional, type=str)
+        default = next(field.default for field in fields(config) if field.name == positional)  # type: ignore[arg-type]
+        optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
+        parser.add_argument(positional, type=str, **optional)
     parser.add_class_arguments(config, as_group=False, skip={positional} if positional else set())
     values = parser.instantiate(parser.parse_args(args)).as_dict()
     del values["config"]

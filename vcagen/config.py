@@ -285,6 +285,24 @@ class EncodeConfig:
 
 
 @dataclass(frozen=True)
+class CostConfig:
+    """Parameters and multiply-adds of a table of the paper, or of one network."""
+
+    table: str | None = None
+    """Table file, such as configs/table2.yaml; its rows are printed beside the published numbers."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    channels: int = 4
+    """Latent channels."""
+    latent_size: int = 32
+    """Latent height and width."""
+    num_classes: int = 1000
+    """Classes."""
+    json: str | None = None
+    """Also write the rows to this file."""
+
+
+@dataclass(frozen=True)
 class ExtractorConfig:
     """Features of the scores."""
 

@@ -1,0 +1,126 @@
+"""Cost columns of the paper's tables."""
+
+import json
+
+import pytest
+import torch
+from helpers import ROOT, python
+
+from vcagen.build import build_cost, build_model
+from vcagen.config import ModelConfig, ObjectiveConfig
+from vcagen.cost import activation_bytes, measure, state_bytes
+from vcagen.latents import DataSpec
+from vcagen.tables import load_table, nested
+
+IMAGENET = DataSpec(4, 32, 32, 1000, (), 256, {})
+TABLES = {number: load_table(ROOT / "configs" / f"table{number}.yaml") for number in (2, 3, 4)}
+DERIVED = {  # params and GFLOPs of the DiT rows to all printed digits of a float64 evaluation
+    ("S/8", "mhsa"): (33.15, 0.358), ("S/4", "mhsa"): (32.95, 1.413), ("S/2", "mhsa"): (32.96, 6.056),
+    ("B/8", "mhsa"): (130.88, 1.418), ("B/4", "mhsa"): (130.48, 5.565), ("B/2", "mhsa"): (130.51, 23.005),
+    ("S/8", "vca"): (33.75, 0.389), ("S/4", "vca"): (33.54, 1.507), ("S/2", "vca"): (33.56, 5.980),
+    ("B/8", "vca"): (132.07, 1.479), ("B/4", "vca"): (131.66, 5.754), ("B/2", "vca"): (131.70, 22.854),
+}  # fmt: skip
+
+
+def cost_of(row):
+    config = row.config()
+    return build_cost(config.model, config.objective, IMAGENET)
+
+
+def test_table_2_has_24_rows_with_baselines():
+    rows = TABLES[2].rows
+    assert len(rows) == 24
+    assert len({row.run for row in rows}) == 24
+    assert sum(row.baseline is not None for row in rows) == 12
+
+
+@pytest.mark.parametrize("row", TABLES[2].rows, ids=lambda row: row.name)
+def test_table_2(row):
+    cost = cost_of(row)
+    assert f"{cost.multiply_adds / 1e9:.1f}" == f"{row.published['gflops']:.1f}"
+    if row.note is None:
+        assert cost.params / 1e6 == pytest.approx(row.published["params"], abs=0.25)
+    config = row.config()
+    if config.objective.name == "diffusion":
+        params, gflops = DERIVED[config.model.size, config.model.attention]
+        assert round(cost.params / 1e6, 2) == params
+        assert round(cost.multiply_adds / 1e9, 3) == gflops
+
+
+@pytest.mark.parametrize("row", [*TABLES[3].rows, *TABLES[4].rows], ids=lambda row: row.name)
+def test_tables_3_and_4(row):
+    assert cost_of(row).params / 1e6 == pytest.approx(row.published["params"], abs=0.2)
+
+
+def test_stage_costs():
+    """Multiply-adds of the stages in units of T n D: contrast 4 and 3, differential 2 and 2, vanilla 2 and 2."""
+
+    def units(first, second):
+        model = ModelConfig("S/2", "vca", {"stage1": first, "stage2": second}, depth=1)
+        return build_cost(model, ObjectiveConfig("flow"), IMAGENET).multiply_adds / (256 * 64 * 384)
+
+    base = units("vanilla", "vanilla") - 4
+    assert units("contrast", "contrast") - base == pytest.approx(7)
+    assert units("contrast", "vanilla") - base == pytest.approx(6)
+    assert units("vanilla", "contrast") - base == pytest.approx(5)
+    assert units("differential", "differential") - base == pytest.approx(4)
+
+
+def test_counting_leaves_the_network_as_it_was():
+    with torch.device("meta"):
+        model = build_model(ModelConfig("S/8"), ObjectiveConfig(), IMAGENET)
+    assert measure(model) == measure(model)
+    assert all(block.attn.fused_attn for block in model.blocks)
+
+
+def test_state_bytes_are_those_of_a_step():
+    data = DataSpec(4, 8, 8, 10, (), 64, {})
+    model = build_model(ModelConfig("S/2", hidden_size=64, depth=2, num_heads=2), ObjectiveConfig("flow"), data)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 2])).square().mean().backward()
+    optimizer.step()
+    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    held += [torch.empty_like(p) for p in model.parameters()]
+    assert state_bytes(model, 1) == pytest.approx(sum(t.numel() * t.element_size() for t in held), rel=0.01)
+
+
+def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():
+    data = DataSpec(4, 8, 8, 10, (), 64, {})
+    config = ModelConfig("S/2", "vca", hidden_size=64, depth=2, num_heads=2)
+    model = build_model(config, ObjectiveConfig("flow"), data)
+    with torch.device("meta"):
+        meta = build_model(config, ObjectiveConfig("flow"), data)
+    two, four = activation_bytes(meta, 2), activation_bytes(meta, 4)
+    assert activation_bytes(model, 2) == two
+    assert 1.8 * two < four <= 2 * two
+
+
+def test_the_command_prints_markdown_and_writes_json(tmp_path):
+    out, _ = python("-m", "vcagen", "cost", "configs/table3.yaml", "--json", tmp_path / "cost.json")
+    assert "| contrast / contrast " in out
+    rows = json.loads((tmp_path / "cost.json").read_text())
+    assert [row["published"]["fid"] for row in rows] == [64.3, 64.6, 63.9, 62.3]
+    assert rows[3]["params"] == 33_560_864
+
+
+def test_bad_tables_are_named(tmp_path):
+    file = tmp_path / "table.yaml"
+    for text, message in (
+        ("rows: 3", "not a table"),
+        ("a: [", "not YAML"),
+        (
+            "rows: [{name: x, run: x, set: {model.sise: S/2}, published: {}}]",
+            "model.sise: unknown option; did you mean",
+        ),
+        ("rows: [{name: x, run: x, baselin: y, set: {}, published: {}}]", "row 1: baselin: unknown option"),
+        ("rows: [{name: x, run: x, baseline: y, set: {}, published: {}}]", "baseline: y is no row"),
+        ("rows: [{name: x}]", "row 1"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_table(file)
+
+
+def test_nested():
+    assert nested({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}

@@ -1,0 +1,112 @@
+"""What a network costs: parameters, multiply-adds, bytes of training. Nothing is computed: meta tensors are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vcagen.dit import DiT
+from vcagen.tables import Row, markdown
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one image through a network."""
+
+    params: int
+    """Parameters, the fixed position table among them (as the DiT and VCA tables)."""
+    multiply_adds: int
+    """Multiply-adds of a forward pass; the tables print them, in units of 1e9, as GFLOPs."""
+
+
+def measure(model: DiT) -> Cost:
+    """Cost of a network, on whatever device it is (meta is quickest).
+
+    Multiply-adds are counted with unfused attention, since the counter does not see inside fused attention on CPU.
+    """
+    parameter = next(model.parameters())
+    with _unfused(model), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*_inputs(model, 1, parameter.device, parameter.dtype))
+    return Cost(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+
+
+def cost_table(title: str, costs: Sequence[tuple[Row, Cost]]) -> tuple[str, list[dict[str, Any]]]:
+    """Costs beside the published columns, as Markdown and as values for JSON."""
+    values = [
+        {
+            "name": row.name,
+            "params": cost.params,
+            "multiply_adds": cost.multiply_adds,
+            "published": row.published,
+            "note": row.note,
+        }
+        for row, cost in costs
+    ]
+    header = ["network", "params (M)", "published", "GFLOPs", "published", "FID-50K published"]
+    cells = [
+        [
+            row.name,
+            f"{cost.params / 1e6:.2f}",
+            str(row.published.get("params", "")),
+            f"{cost.multiply_adds / 1e9:.3f}",
+            str(row.published.get("gflops", "")),
+            str(row.published.get("fid", "")),
+        ]
+        for row, cost in costs
+    ]
+    if not any(row.published for row, _ in costs):
+        keep = (0, 1, 3)
+        header, cells = [header[i] for i in keep], [[line[i] for i in keep] for line in cells]
+    notes = [f"{row.name}: {row.note}" for row, _ in costs if row.note]
+    parts = [title, markdown(header, cells), "GFLOPs are 1e9 multiply-adds, as in the paper.", *notes]
+    return "\n\n".join(part for part in parts if part), values
+
+
+def state_bytes(model: nn.Module, num_emas: int) -> int:
+    """Bytes that training holds between steps: float32 weights, gradients, both moments of AdamW, and each EMA."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters())
+    return 4 * (everything + 3 * trained + num_emas * everything)
+
+
+def activation_bytes(model: DiT, batch: int) -> int:
+    """Bytes that a float32 forward pass of `batch` images keeps for the backward pass."""
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # storages must not be freed, or their keys would come again
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    parameter = next(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*_inputs(model, batch, parameter.device, parameter.dtype))
+    return sum(kept.values())
+
+
+def _inputs(model: DiT, batch: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.zeros(batch, model.in_channels, *model.input_size, device=device, dtype=dtype)
+    return x, torch.zeros(batch, device=device), torch.zeros(batch, device=device, dtype=torch.int64)
+
+
+@contextmanager
+def _unfused(model: nn.Module) -> Iterator[None]:
+    """timm's attention with its explicit product."""
+    fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
+    for module in fused:
+        setattr(module, "fused_attn", False)  # noqa: B010 - a plain attribute that nn.Module's types do not know
+    try:
+        yield
+    finally:
+        for module in fused:
+            setattr(module, "fused_attn", True)  # noqa: B010
