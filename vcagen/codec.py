@@ -170,7 +170,7 @@ class LatentCodec:
                 model.enable_slicing()
             if self._dtype == torch.bfloat16:
                 model = model.bfloat16()
-            self._model = model.to(self.device).eval().requires_grad_(False)
+            self._model = model.to(self.device).eval()
         return self._model
 
 
