@@ -27,7 +27,7 @@ class Frechet(NamedTuple):
     trace_cross: float
     """tr sqrt(A B)"""
     min_eig: float
-    """The smallest eigenvalue met; those below 0 are taken as 0."""
+    """The smallest eigenvalue met; those negative or within rounding of 0 are taken as 0."""
 
 
 def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> Frechet:
@@ -49,7 +49,8 @@ def _root(cov: Tensor) -> tuple[Tensor, float]:
     """R with R R^T = cov, and the smallest eigenvalue of cov."""
     cov = cov.double()
     values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
-    return vectors * values.clamp_min(0).sqrt(), values[0].item()
+    rounding = len(values) * torch.finfo(torch.float64).eps * values[-1]  # below it an eigenvalue is noise
+    return vectors * values.where(values > rounding, 0).sqrt(), values[0].item()
 
 
 class InceptionScore:
