@@ -25,6 +25,23 @@ def reference(name):
     return json.loads((ROOT / "tests" / "reference" / f"{name}.json").read_text())
 
 
+def close(actual, expected, tolerance=1e-6):
+    """Assert agreement, relative to the largest expected number."""
+    expected = torch.as_tensor(expected, dtype=actual.dtype).reshape(actual.shape)
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def reference_network():
+    """The float64 network of dit.json and sit.json, with 8 output channels and weights made by the formula."""
+    from vcagen.dit import DiT
+
+    model = DiT(**reference("dit")["config"], out_channels=8).double().eval()
+    names = sorted(name for name in model.state_dict() if name != "pos_embed")
+    weights = {name: 0.1 * u(model.state_dict()[name].shape, k) for k, name in enumerate(names, start=1)}
+    model.load_state_dict({**weights, "pos_embed": model.pos_embed})
+    return model
+
+
 def python(*args, code=0, timeout=300, env=None, cwd=ROOT):
     """Run `python ARGS` in its own process, assert the exit code, and return (stdout, stderr)."""
     done = subprocess.run(

@@ -308,33 +308,29 @@ def sde_sample(
         raise ValueError(f"last_step: {last_step}; choose from {', '.join(LAST_STEPS)}")
     if num_steps < 1:
         raise ValueError(f"num_steps: {num_steps}; needs at least 1")
-    if last_step == "none":
-        num_noisy, last_step_size = num_steps, 0.0
-    elif not 0 < last_step_size < 1:
+    if last_step != "none" and not 0 < last_step_size < 1:
         raise ValueError(f"last_step_size: {last_step_size}; needs a number between 0 and 1")
+    at_zero = flow.diffusion_coefficient(torch.zeros(1, dtype=torch.float64), diffusion_form)
+    start = 0.0 if at_zero.isfinite().all() else SDE_START
+    if last_step == "none":
+        num_noisy, end = num_steps, 1.0
     else:
         num_noisy = num_steps - 1
-        last_step_size = last_step_size if num_noisy else 1.0
+        end = max(1 - last_step_size, start) if num_noisy else start
+    dt = (end - start) / max(num_noisy, 1)
+    times = [start + i * dt for i in range(num_noisy)] + [end] * (num_steps - num_noisy)
+    weights = flow.diffusion_coefficient(torch.tensor(times, dtype=torch.float64), diffusion_form).tolist()
 
-    def coefficient(time: float) -> float:
-        return float(flow.diffusion_coefficient(torch.tensor(time, dtype=torch.float64), diffusion_form))
-
-    start = 0.0 if math.isfinite(coefficient(0.0)) else SDE_START
-    dt = (1 - last_step_size - start) / max(num_noisy, 1)
     x, watch = noise, Watch(progress)
-    for i in range(num_noisy):
-        time = start + i * dt
-        w = coefficient(time)
-        velocity = _call(predict, x, time).to(x.dtype)
-        drift = velocity + w * flow.score_from_velocity(velocity, x, time)
-        x = x + dt * drift + math.sqrt(2 * w * dt) * randn_like(x)
-        watch.step(x)
-    if last_step != "none":
-        time = max(1 - last_step_size, start)
-        drift = _call(predict, x, time).to(x.dtype)
-        if last_step == "Mean":
-            drift = drift + coefficient(time) * flow.score_from_velocity(drift, x, time)
-        x = x + (1 - time) * drift  # Tweedie's x / t + (1 - t)^2 / t score is Euler's step for this interpolant
+    for i in range(num_steps):
+        velocity = _call(predict, x, times[i]).to(x.dtype)
+        drift = velocity + weights[i] * flow.score_from_velocity(velocity, x, times[i])
+        if i < num_noisy:
+            x = x + dt * drift + math.sqrt(2 * weights[i] * dt) * randn_like(x)
+        elif last_step == "Mean":
+            x = x + (1 - end) * drift
+        else:  # Euler's step is Tweedie's x / t + (1 - t)^2 / t score for this interpolant
+            x = x + (1 - end) * velocity
         watch.step(x)
     watch.finish()
     return x
