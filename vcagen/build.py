@@ -95,6 +95,18 @@ class Run:
     ema_decay: float | None
     weights_sha256: str
 
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the latents."""
+        return self.data.channels, self.data.height, self.data.width
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the images."""
+        scale = self.codec.downsample
+        channels = self.codec.channels if self.codec.is_identity else 3
+        return channels, self.data.height * scale, self.data.width * scale
+
 
 def load_run(
     path: str | Path,

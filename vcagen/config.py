@@ -234,6 +234,8 @@ class SampleConfig(SamplingConfig):
     """Run folder whose newest averaged weights are sampled."""
     checkpoint: str | None = None
     """Weights file instead of a run: ours, or a public DiT or SiT file."""
+    objective: Literal["diffusion", "flow"] | None = None
+    """What a public file was trained for, where neither its name (DiT, SiT) nor its arguments tell."""
     weights: str | None = None
     """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
     step: int | None = None

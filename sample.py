@@ -1,0 +1,169 @@
+"""Sample images from a run or a weights file, and score them: python sample.py --run runs/x --num_images 50000."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vcagen import cli
+from vcagen.config import SampleConfig
+
+
+def main() -> None:
+    """Parse, load, make the images, score them."""
+    config = cli.parse(SampleConfig, prog="sample.py")
+    source = config.run or config.checkpoint
+    if source is None or (config.run and config.checkpoint):
+        raise ValueError("run: give one of --run FOLDER and --checkpoint FILE")
+
+    import torch
+    from accelerate.utils import broadcast_object_list
+
+    from vcagen.build import build_accelerator, build_sampler, load_run
+    from vcagen.files import write_json
+    from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
+    from vcagen.store import SampleStore
+
+    accelerator = build_accelerator()
+    device, main_process = accelerator.device, accelerator.is_main_process
+    run = load_run(
+        source, weights=config.weights, step=config.step, objective=config.objective, vae=config.vae, device=device
+    )
+    settings = resolve_sampling(config, run.config.sampling, run.config.objective.name)
+    labels = LabelRule(settings.labels, run.data.num_classes, run.data.class_names)
+    network = torch.compile(run.model, dynamic=False) if config.compile else run.model
+    sample = build_sampler(
+        network, run.objective, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
+    )
+    decode = partial(run.codec.decode, batch=config.decode_batch or config.batch)
+    store = SampleStore(
+        config.out or default_folder(config, settings, run.step),
+        settings.num_images,
+        config.batch,
+        image_shape=run.image_shape,
+        settings=pixel_settings(config, settings, run, labels),
+        png=config.png,
+        npz=config.npz,
+    )
+    if config.dry_run:
+        if main_process:
+            plan = {"out": str(store.folder), "chunks": store.num_chunks, "processes": accelerator.num_processes}
+            print(json.dumps({**plan, **store.manifest}, indent=2))
+        return
+    if settings.cfg_scale == 0 and main_process:
+        print("note: cfg_scale 0 ignores the labels: the samples are unconditional", file=sys.stderr)
+    decode(torch.zeros(1, *run.latent_shape, device=device))  # so that a missing VAE is known before the work
+
+    scores, no_scores = open_scores(config, settings, store, device, main_process)
+    if main_process:
+        store.prepare()
+    (chunks,) = broadcast_object_list([missing_chunks(store, scores) if main_process else None])
+    calls = generate_images(
+        sample,
+        decode,
+        store,
+        chunks=chunks,
+        noise=SeededNoise(config.seed),
+        labels=labels,
+        latent_shape=run.latent_shape,
+        device=device,
+        scores=scores,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    accelerator.wait_for_everyone()
+    if main_process:
+        store.finish()
+        print(f"images: {store.folder} ({calls} network calls in this process)", file=sys.stderr)
+        if scores is not None:
+            result = scores.finalize(sampling=store.manifest, **facts(config, settings, run, accelerator.num_processes))
+            write_json(store.folder / "results.json", result)
+            print(json.dumps(result["metrics"], indent=2))
+            for warning in result["warnings"]:
+                print(f"warning: {warning}", file=sys.stderr)
+    accelerator.end_training()
+    if no_scores and main_process:
+        raise ValueError(no_scores)
+
+
+def default_folder(config: SampleConfig, settings: Any, step: int | None) -> Path:
+    """samples/ in the run, or here for a weights file, and a folder named by what is most often changed."""
+    parent, name = (Path(config.run), f"step_{step:07d}") if config.run else (Path(), Path(config.checkpoint).stem)
+    name += f"_{config.weights}" if config.weights else ""
+    steps = settings.num_steps or settings.method
+    return (
+        parent
+        / "samples"
+        / f"{name}_{settings.sampler}_{steps}_cfg{settings.cfg_scale}_seed{config.seed}_n{settings.num_images}"
+    )
+
+
+def pixel_settings(config: SampleConfig, settings: Any, run: Any, labels: Any) -> dict[str, Any]:
+    """What decides the pixels besides the number of images and the batch: the rest of manifest.json."""
+    values = asdict(settings)
+    for name in ("num_images", "reference", "extractor"):
+        del values[name]
+    return {
+        "seed": config.seed,
+        "step": run.step,
+        "ema_decay": run.ema_decay,
+        "weights_sha256": run.weights_sha256,
+        "objective": run.config.objective.name,
+        "vae": run.data.codec["sha256"] or "identity",
+        **{name: value for name, value in values.items() if value is not None},
+        "labels": labels.given or labels.rule,
+        "precision": config.precision,
+        "compile": config.compile,
+    }
+
+
+def open_scores(config: SampleConfig, settings: Any, store: Any, device: Any, main_process: bool) -> tuple[Any, str]:
+    """The evaluator, or None and why there is none though a reference was given: images are made all the same.
+
+    Raises:
+        ValueError: a reference or extractor that does not fit, or images that would neither be kept nor scored.
+    """
+    from vcagen.metrics.evaluate import Evaluator
+    from vcagen.metrics.features import load_extractor
+    from vcagen.metrics.statistics import open_reference
+
+    if settings.reference is None:
+        if not store.keeps_images:
+            raise ValueError("png: without png, npz and reference nothing would be kept")
+        return None, ""
+    try:
+        extractor = load_extractor(settings.extractor, weights=config.inception_weights, device=device)
+    except ValueError as error:
+        if config.inception_weights is not None or not store.keeps_images:
+            raise
+        kept = store.folder / "images" if store.png else store.npz
+        command = f"python -m vcagen evaluate {kept} --reference {settings.reference} --inception_weights PATH"
+        return None, f"{error}; the images are kept, this scores them: {command}"
+    reference = open_reference(settings.reference, extractor, shape=store.image_shape) if main_process else None
+    scores = Evaluator(extractor, reference, store.num_images, folder=store.folder / "features")
+    scores.check_shape(store.image_shape)
+    return scores, ""
+
+
+def facts(config: SampleConfig, settings: Any, run: Any, world_size: int) -> dict[str, Any]:
+    """What results.json says about how the images were made (PROTOCOL 3.6)."""
+    sampler = {name: value for name, value in asdict(settings).items() if value is not None}
+    for name in ("reference", "extractor", "num_images"):
+        sampler.pop(name, None)
+    return {
+        "uint8_rule": "floor((x + 1) * 127.5 + 0.5), clamped to 0..255",
+        "samples": {"source": "sample.py", "index_rule": "file order", "labels": sampler.pop("labels")},
+        "sampler": {**sampler, "seed": config.seed, "world_size": world_size, "batch": config.batch,
+                    "precision": config.precision, "compile": config.compile},
+        "model": {"config": asdict(run.config.model), "objective": run.config.objective.name, "step": run.step,
+                  "checkpoint_sha256": run.weights_sha256, "ema_decay": run.ema_decay},
+        "vae": {"id": run.codec.vae, "sha256": run.data.codec["sha256"], "scale": run.codec.scaling_factor},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    cli.run(main)
