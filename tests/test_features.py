@@ -130,7 +130,6 @@ def test_missing_weights_say_where_they_come_from(tmp_path, monkeypatch):
     message = str(caught.value)
     assert "weights-inception-2015-12-05-6726825d.pth" in message
     assert "--inception_weights PATH" in message
-    assert "python -m vcagen evaluate" in message
 
 
 def test_grey_images_are_not_for_inception(extractor):

@@ -178,8 +178,7 @@ def _downloaded_weights() -> Path:
         except (urllib.error.URLError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"inception_weights: cannot download {url} ({error}); fetch it elsewhere and give "
-                "--inception_weights PATH; the scores alone, of images that are already there: "
-                "python -m vcagen evaluate SAMPLES --reference REFERENCE --inception_weights PATH"
+                "--inception_weights PATH"
             ) from error
     return path
 

@@ -1,0 +1,285 @@
+"""Streaming moments, and references of every kind: what is used, and what is refused."""
+
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from helpers import image_folder, random_pictures
+from PIL import Image
+
+from vcagen.images import load_digits, read_image
+from vcagen.metrics.features import Features, InceptionFeatures, PixelFeatures
+from vcagen.metrics.scores import frechet_distance
+from vcagen.metrics.sources import open_npz
+from vcagen.metrics.statistics import (
+    FeatureStatistics,
+    Moments,
+    image_digests,
+    open_reference,
+    save_statistics,
+)
+from vcagen.store import write_npz
+
+
+def close(a, b, rel=1e-10):
+    return (a - b).abs().max() <= rel * b.abs().max()
+
+
+def parts(x, seed):
+    """x in pieces of random sizes."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, len(x), 9))
+    return torch.tensor_split(x, torch.from_numpy(cuts))
+
+
+@pytest.mark.parametrize("offset", [0, 1e4])
+def test_streamed_and_merged_moments_equal_numpy(offset):
+    x = torch.randn(1000, 40, generator=torch.Generator().manual_seed(0)) * 3 + offset
+    streamed = Moments()
+    for part in parts(x, 1):
+        streamed.update(part)
+    ranks = [Moments() for _ in range(4)]  # the third takes nothing
+    for moments, rows in zip((ranks[0], ranks[1], ranks[3]), (x[:123], x[123:700], x[700:]), strict=True):
+        for part in parts(rows, 2):
+            moments.update(part)
+    merged = Moments()
+    for moments in ranks:
+        merged.merge(moments)
+    exact = x.double().numpy()
+    for moments in (streamed, merged):
+        assert moments.count == 1000
+        mean, cov = moments.gaussian()
+        assert mean.dtype == cov.dtype == torch.float64
+        assert close(mean, torch.from_numpy(exact.mean(0)))
+        assert close(cov, torch.from_numpy(np.cov(exact, rowvar=False)))
+
+
+def test_merging_leaves_the_other_as_it_was():
+    a, b = Moments(), Moments()
+    a.update(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)))
+    before = a.gaussian().cov.clone()
+    b.merge(a)
+    b.update(torch.ones(7, 3))
+    assert torch.equal(a.gaussian().cov, before)
+
+
+def test_moments_of_one_image():
+    moments = Moments()
+    moments.update(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="at least 2"):
+        moments.gaussian()
+
+
+def test_kept_rows_are_spread_evenly_whatever_the_batches():
+    features = torch.arange(100.0)[:, None].repeat(1, 2)
+    for batch in (7, 100):
+        statistics = FeatureStatistics(100, 25)
+        for rows in features.split(batch):
+            statistics.add(Features(rows, None), torch.zeros(len(rows), 32, dtype=torch.uint8))
+        assert statistics.rows[:, 0].tolist() == list(range(0, 100, 4))
+
+
+def test_features_that_are_not_finite_name_the_image():
+    statistics = FeatureStatistics(10, 0)
+    statistics.add(Features(torch.zeros(4, 2), None), torch.zeros(4, 32, dtype=torch.uint8))
+    bad = torch.zeros(4, 2)
+    bad[2, 1] = torch.nan
+    with pytest.raises(ValueError, match="image 6: its features are not finite"):
+        statistics.add(Features(bad, None), torch.zeros(4, 32, dtype=torch.uint8))
+
+
+# --- images in .npz files
+
+
+def test_streamed_npz_is_read_as_numpy_reads_it(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 256, (23, 6, 5, 3), dtype=np.uint8)
+    write_npz(tmp_path / "ours.npz", rows, block=4)
+    np.savez(tmp_path / "numpy.npz", arr_0=rows)
+    np.savez_compressed(tmp_path / "packed.npz", arr_0=rows)
+    with np.load(tmp_path / "ours.npz", allow_pickle=False) as file:
+        assert np.array_equal(file["arr_0"], rows)
+    for name in ("ours", "numpy", "packed"):
+        source = open_npz(str(tmp_path / f"{name}.npz"))
+        assert (source.count, source.shape) == (23, (3, 6, 5))
+        images = torch.cat(list(source.batches(4)))
+        assert np.array_equal(images.permute(0, 2, 3, 1), rows)
+
+    with zipfile.ZipFile(tmp_path / "ours.npz") as archive:
+        with archive.open("arr_0.npy") as member:
+            assert np.lib.format.read_magic(member) == (1, 0)  # ADM's reader streams this version only
+        offset = archive.getinfo("arr_0.npy").header_offset
+    with (tmp_path / "ours.npz").open("rb") as file:
+        file.seek(offset + 4)
+        assert int.from_bytes(file.read(2), "little") >= 45  # zip64: more than 4 GiB fit
+
+
+def bad_npz(path, **arrays):
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_npz_that_holds_no_images(tmp_path):
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    path = tmp_path / "x.npz"
+    for arrays, found in (
+        ({"images": images}, r"holds images\.npy; images must be in arr_0"),
+        ({"arr_0": images.astype(np.float32)}, r"arr_0 is float32 \(4, 8, 8, 3\)"),
+        ({"arr_0": images.transpose(0, 3, 1, 2)}, r"arr_0 is uint8 \(4, 3, 8, 8\)"),
+        ({"arr_0": images[:0]}, "no images"),
+        ({"arr_0": np.array([{}, {}], dtype=object)}, "arr_0 is object"),
+    ):
+        with pytest.raises(ValueError, match=rf"x\.npz: .*{found}"):
+            open_npz(bad_npz(path, **arrays))
+    path.write_bytes(b"PK nothing")
+    with pytest.raises(ValueError, match=r"x\.npz: no readable \.npz file"):
+        open_npz(str(path))
+    with pytest.raises(ValueError, match=r"absent\.npz: no readable \.npz file"):
+        open_npz(str(tmp_path / "absent.npz"))
+
+
+# --- references
+
+
+def test_digits_reference_is_the_moments_of_the_pixels():
+    reference = open_reference("digits", PixelFeatures(), batch=100, progress=False)
+    x = load_digits()[0].flatten(1).double() / 127.5 - 1
+    assert close(reference.pool.mean, x.mean(0), 1e-6)
+    assert close(reference.pool.cov, torch.cov(x.T), 1e-6)
+    assert (reference.kind, reference.count, reference.shape) == ("digits", 1797, (1, 8, 8))
+    assert reference.rows.shape == (1797, 64)
+
+
+def test_folder_reference_is_cropped_as_training_images(tmp_path):
+    image_folder(tmp_path / "data", {"a": 3, "b": 2}, size=20)  # 20 x 24 pixels
+    reference = open_reference(str(tmp_path / "data"), PixelFeatures(), image_size=16, progress=False)
+    assert (reference.kind, reference.count, reference.shape) == ("folder", 5, (3, 16, 16))
+    whole = open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False)
+    assert whole.shape == (3, 24, 20)
+    assert not close(whole.pool.mean, reference.pool.mean, 1e-3)
+
+    Image.new("I;16", (20, 24), 257 * 100).save(tmp_path / "data" / "a" / "deep.png")
+    assert np.asarray(read_image(tmp_path / "data" / "a" / "deep.png")).max() == 100
+    assert open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False).count == 6
+    Image.new("RGB", (30, 24)).save(tmp_path / "data" / "b" / "wide.png")
+    with pytest.raises(ValueError, match=r"wide\.png: 30 x 24 pixels, the first image has 20 x 24"):
+        open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False)
+
+
+def test_so_many_rows_of_a_folder_are_kept(tmp_path, monkeypatch):
+    image_folder(tmp_path / "data", {"a": 6})
+    every = open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False).rows
+    monkeypatch.setattr("vcagen.metrics.statistics.REFERENCE_ROWS", 3)
+    assert torch.equal(open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False).rows, every[::2])
+
+
+def test_our_statistics_come_back_equal(tmp_path):
+    extractor = PixelFeatures()
+    reference = open_reference("digits", extractor, progress=False)
+    save_statistics(tmp_path / "ref.npz", reference, extractor)
+    again = open_reference(str(tmp_path / "ref.npz"), extractor)
+    assert again.kind == "statistics"
+    for name in ("mean", "cov"):
+        assert torch.equal(getattr(again.pool, name), getattr(reference.pool, name))
+    assert torch.equal(again.rows, reference.rows)
+    assert again.record()["stats_sha256"] == reference.record()["stats_sha256"]
+    assert (again.count, again.shape, again.images_sha256) == (1797, (1, 8, 8), reference.images_sha256)
+    assert open_reference(str(tmp_path / "ref.npz"), extractor, rows=False).rows is None
+    with pytest.raises(ValueError, match=r"ref\.npz: its images have 1 channel\(s\) of 8 x 8 pixels, the samples 3"):
+        open_reference(str(tmp_path / "ref.npz"), extractor, shape=(3, 8, 8))
+
+
+def test_statistics_of_other_weights_are_refused(tmp_path, inception_weights):
+    pictures = random_pictures(3, 32).permute(0, 2, 3, 1).numpy()
+    write_npz(tmp_path / "images.npz", pictures)
+    extractor = InceptionFeatures(inception_weights)
+    reference = open_reference(str(tmp_path / "images.npz"), extractor, progress=False)
+    assert reference.spatial.mean.shape == (2023,)
+    save_statistics(tmp_path / "ref.npz", reference, extractor)
+    assert open_reference(str(tmp_path / "ref.npz"), extractor).count == 3
+
+    weights = torch.load(inception_weights, weights_only=True)
+    weights["fc.bias"] += 1
+    torch.save(weights, tmp_path / "other.pth")
+    for other in (InceptionFeatures(tmp_path / "other.pth"), PixelFeatures()):
+        with pytest.raises(ValueError, match=r"ref\.npz: made by .*inception-v3-compat"):
+            open_reference(str(tmp_path / "ref.npz"), other)
+
+
+# --- the ADM reference batch: stored statistics
+
+
+def adm_statistics(path, dtype=np.float64, **changes):
+    """An .npz as ADM's, of the digits' pixels, with these arrays changed (None: left out)."""
+    mean, cov = open_reference("digits", PixelFeatures(), rows=False, progress=False).pool
+    arrays = {"mu": mean.numpy().astype(dtype), "sigma": cov.numpy().astype(dtype)} | changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+    return str(path)
+
+
+def test_stored_statistics_are_used_as_they_are(tmp_path):
+    extractor = PixelFeatures()
+    samples = open_reference("digits", extractor, rows=False, progress=False).pool
+    path = adm_statistics(tmp_path / "adm.npz")
+    stored = open_reference(path, extractor)
+    assert (stored.kind, stored.rows, stored.shape) == ("npz", None, None)
+    assert abs(frechet_distance(*samples, *stored.pool).distance) < 0.01
+
+    mu = samples.mean.numpy().copy()
+    mu[0] += 3
+    shifted = open_reference(adm_statistics(path, mu=mu), extractor)
+    assert frechet_distance(*samples, *shifted.pool).distance == pytest.approx(9, abs=0.001)
+
+    single = open_reference(adm_statistics(path, np.float32), extractor)
+    assert abs(frechet_distance(*samples, *single.pool).distance) < 0.01
+
+
+def test_images_beside_stored_statistics_serve_precision_and_recall_only(tmp_path):
+    images = random_pictures(9, 8, channels=1).permute(0, 2, 3, 1).numpy()
+    path = adm_statistics(tmp_path / "adm.npz", arr_0=images)
+    reference = open_reference(path, PixelFeatures(), progress=False)
+    assert torch.equal(reference.pool.mean, open_reference("digits", PixelFeatures(), progress=False).pool.mean)
+    assert reference.rows.shape == (9, 64)
+    assert (reference.shape, reference.count) == ((1, 8, 8), None)
+    assert open_reference(path, PixelFeatures(), rows=False).rows is None
+
+
+def test_bad_stored_statistics(tmp_path):
+    path = tmp_path / "adm.npz"
+    nan = np.full(64, np.nan)
+    for changes, found in (
+        ({"sigma": None}, "sigma is missing, found mu"),
+        ({"mu": None}, "mu is missing, found sigma"),
+        ({"mu": np.zeros(63)}, r"mu and sigma have shapes \(63,\) and \(64, 64\)"),
+        ({"mu": nan}, "mu and sigma hold NaN or infinity"),
+        ({"mu": np.zeros(64, np.int64)}, "mu and sigma hold int64"),
+        ({"mu": np.array([{}] * 64, dtype=object)}, "Object arrays cannot be loaded"),
+        ({"mu_s": np.zeros(3)}, "one of mu_s and sigma_s is missing"),
+        ({"meta": np.array("{")}, "its meta record is damaged"),
+    ):
+        with pytest.raises(ValueError, match=rf"reference: .*adm\.npz: {found}"):
+            open_reference(adm_statistics(path, **changes), PixelFeatures())
+
+
+def test_statistics_of_another_size_are_not_inceptions(tmp_path, inception_weights):
+    with pytest.raises(ValueError, match=r"adm\.npz: 64 features; Inception has 2048"):
+        open_reference(adm_statistics(tmp_path / "adm.npz"), InceptionFeatures(inception_weights))
+
+
+def test_no_reference(tmp_path):
+    with pytest.raises(ValueError, match=r"reference: .*absent: no such file or folder"):
+        open_reference(str(tmp_path / "absent"), PixelFeatures())
+    (tmp_path / "text.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"text\.txt: neither an \.npz file nor a folder"):
+        open_reference(str(tmp_path / "text.txt"), PixelFeatures())
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"cut\.npz"):
+        open_reference(str(tmp_path / "cut.npz"), PixelFeatures())
+
+
+def test_digests_depend_on_every_pixel_and_the_order():
+    images = random_pictures(4, 8)
+    digests = image_digests(images)
+    assert digests.shape == (4, 32)
+    assert torch.equal(image_digests(images[2:]), digests[2:])
+    images[0, 1, 2, 3] += 1
+    assert image_digests(images).ne(digests).any(1).tolist() == [True, False, False, False]
