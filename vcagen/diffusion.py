@@ -123,6 +123,13 @@ class GaussianDiffusion:
         log_variance = (fraction + 1) * ((high - low) / 2) + low
         return Gaussian(mean, log_variance, x_start)
 
+    def sample_t(
+        self, count: int, generator: torch.Generator | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """Kept steps (count,) int64, uniform; on the generator's device."""
+        device = generator.device if generator else device
+        return torch.randint(self.num_timesteps, (count,), generator=generator, device=device)
+
     def losses(
         self,
         model: Model,
@@ -152,7 +159,7 @@ class GaussianDiffusion:
         x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
         source = generator.device if generator else x_start.device
         if t is None:
-            t = torch.randint(self.num_timesteps, (len(x_start),), generator=generator, device=source)
+            t = self.sample_t(len(x_start), generator, source)
         if noise is None:
             noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
         t, noise = t.to(x_start.device), noise.to(x_start)

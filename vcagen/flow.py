@@ -49,6 +49,12 @@ class LinearInterpolant:
             return torch.sin(math.pi * t) ** 2
         raise ValueError(f"diffusion_form: {form}; choose from {', '.join(DIFFUSION_FORMS)}")
 
+    def sample_t(
+        self, count: int, generator: torch.Generator | None = None, device: torch.device | None = None
+    ) -> Tensor:
+        """Times (count,) float32, uniform in [0, 1); on the generator's device."""
+        return torch.rand(count, generator=generator, device=generator.device if generator else device)
+
     def losses(
         self,
         model: Model,
@@ -77,7 +83,7 @@ class LinearInterpolant:
         x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
         source = generator.device if generator else x_start.device
         if t is None:
-            t = torch.rand(len(x_start), generator=generator, device=source, dtype=x_start.dtype)
+            t = self.sample_t(len(x_start), generator, source)
         if noise is None:
             noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
         t, noise = t.to(x_start), noise.to(x_start)
