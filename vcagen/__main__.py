@@ -136,12 +136,34 @@ def bench(args: list[str]) -> None:
     importlib.import_module(f"vcagen.bench.{args[0]}").main(args[1:])
 
 
+def inspect(args: list[str]) -> None:
+    """Say what weights hold."""
+    from vcagen import checkpoints, cli
+    from vcagen.config import InspectConfig
+
+    config = cli.parse(InspectConfig, args, prog="python -m vcagen inspect", positional="path")
+    description = checkpoints.describe(config.path)
+    print(json.dumps(description, indent=2) if config.json else checkpoints.table(description))
+
+
+def export(args: list[str]) -> None:
+    """Write one weights file of a run."""
+    from vcagen import checkpoints, cli
+    from vcagen.config import ExportConfig
+
+    config = cli.parse(ExportConfig, args, prog="python -m vcagen export", positional="run")
+    source = checkpoints.export_weights(config.run, config.out, weights=config.weights, step=config.step)
+    print(f"{config.out}: {source}", file=sys.stderr)
+
+
 JOBS: dict[str, Job] = {
     "encode": Job("images to latent shards, once, before training", encode),
     "cost": Job("parameters and multiply-adds, of a table of the paper or of one network", cost),
     "bench": Job("speed of a part, each against a yardstick in the same run", bench),
     "stats": Job("reference statistics of real images", stats),
     "evaluate": Job("FID, sFID, IS, precision and recall of a folder or .npz of samples", evaluate),
+    "inspect": Job("what a run or a weights file holds", inspect),
+    "export": Job("one weights file of a run, to give away", export),
 }
 
 

@@ -265,6 +265,30 @@ class SampleConfig(SamplingConfig):
 
 
 @dataclass(frozen=True)
+class InspectConfig:
+    """Say what a run folder or a weights file holds: step, averages, parameters, configuration, classes, VAE."""
+
+    path: str
+    """Run folder, weights file of ours, or public DiT or SiT file."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Write one weights file of a run, with all that sampling needs in it."""
+
+    run: str
+    """Run folder."""
+    out: str
+    """New .safetensors file."""
+    weights: str = "ema"
+    """ema, ema_DECAY or raw."""
+    step: int | None = None
+    """Step of the checkpoint. Default: the newest."""
+
+
+@dataclass(frozen=True)
 class EncodeConfig:
     """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing."""
 

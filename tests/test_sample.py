@@ -1,0 +1,366 @@
+"""sample.py as a user runs it: what it makes, what it refuses, and that it survives anything."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, python, torchrun, user_error
+from PIL import Image
+
+from vcagen import checkpoints
+from vcagen.build import build_model, load_run
+from vcagen.codec import LatentCodec
+from vcagen.config import CodecConfig, Config, ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.latents import DataSpec
+
+SETTINGS = ("--num_images", "10", "--batch", "4", "--num_steps", "5")
+
+
+def tiny_run(folder, objective="diffusion", *, width=16, dropout=0.1, sampling=None, nan=False):
+    """A run folder as train.py leaves it, of random weights on 8 x 8 RGB pixels of cats, dogs and eels."""
+    data = DataSpec.of(LatentCodec("identity").description(), 8, ["cat", "dog", "eel"])
+    config = Config(
+        run=str(folder),
+        model=ModelConfig(size="S/2", hidden_size=width, depth=1, class_dropout_prob=dropout,
+                          num_heads=2 if width < 384 else None),
+        objective=ObjectiveConfig(name=objective),
+        codec=CodecConfig(vae="identity"),
+        sampling=sampling or SamplingConfig(),
+    )  # fmt: skip
+    model = build_model(config.model, config.objective, data)
+    generator = torch.Generator().manual_seed(0)
+    state = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+    if nan:
+        state["final_layer.linear.bias"][0] = float("nan")
+    metadata = {"format": 1, "config": asdict(config), "data": data.to_dict(), "step": 10, "ema_decay": 0.9999}
+    where = checkpoints.checkpoint_folder(folder, 10)
+    where.mkdir(parents=True)
+    checkpoints.save_weights(where / "ema_0.9999.safetensors", state, metadata)
+    raw = {name: 0.9 * value for name, value in state.items()}
+    checkpoints.save_weights(where / "model.safetensors", raw, {**metadata, "ema_decay": None})
+    return folder
+
+
+def a_reference(path, count=40, side=8):
+    images = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+    np.savez(path, images)
+    return "--reference", str(path), "--extractor", "pixels"
+
+
+def sample(*args):
+    """sample.py in this process."""
+    spec = importlib.util.spec_from_file_location("sample_script", ROOT / "sample.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.argv, before = ["sample.py", *map(str, args)], sys.argv
+    try:
+        module.main()
+    finally:
+        sys.argv = before
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "images").iterdir())}
+
+
+def pixels(folder):
+    return np.stack([np.asarray(Image.open(path)) for path in sorted((folder / "images").iterdir())]).astype(int)
+
+
+# --- what it makes ---
+
+
+@pytest.mark.parametrize("objective", ["diffusion", "flow"])
+def test_images_scores_and_records(tmp_path, objective, capsys):
+    run, reference = tiny_run(tmp_path / "run", objective), a_reference(tmp_path / "reference.npz")
+    sample("--run", run, "--out", tmp_path / "out", "--npz", "true", *SETTINGS, *reference)
+    out = tmp_path / "out"
+    assert list(files(out)) == [f"{i:06d}.png" for i in range(10)]
+    with np.load(out / "samples.npz") as archive:
+        assert (archive["arr_0"] == pixels(out)).all()
+    assert Image.open(out / "preview.png").size == (30, 30)
+    manifest = json.loads((out / "manifest.json").read_text())
+    expected = {
+        "num_images": 10,
+        "batch": 4,
+        "seed": 0,
+        "step": 10,
+        "cfg_scale": 1.0,
+        "num_steps": 5,
+        "labels": "random",
+    }
+    assert {key: manifest[key] for key in expected} == expected
+    assert manifest["sampler"] == ("ddpm" if objective == "diffusion" else "sde")
+    assert manifest["weights_sha256"] == load_run(run).weights_sha256
+    result = json.loads((out / "results.json").read_text())
+    assert json.loads(capsys.readouterr().out) == result["metrics"]
+    assert result["metrics"]["fd_pixels_10"] > 0
+    assert result["sampler"]["batch"] == 4
+    assert result["model"]["step"] == 10
+
+
+def test_the_scores_are_those_of_evaluate(tmp_path, capsys):
+    from vcagen.__main__ import main
+
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    sample("--run", run, "--out", tmp_path / "out", *SETTINGS, *reference)
+    sampled = json.loads(capsys.readouterr().out)
+    main(["evaluate", str(tmp_path / "out" / "images"), *reference, "--out", str(tmp_path / "r.json")])
+    evaluated = json.loads(capsys.readouterr().out)
+    assert sampled.keys() == evaluated.keys()
+    for name in sampled:
+        assert sampled[name] == pytest.approx(evaluated[name], rel=1e-6), name
+
+
+def test_scores_can_come_later_and_from_nothing_but_features(tmp_path, capsys):
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    sample("--run", run, "--out", tmp_path / "a", *SETTINGS)
+    assert not (tmp_path / "a" / "results.json").exists()
+    capsys.readouterr()
+    sample("--run", run, "--out", tmp_path / "a", *SETTINGS, *reference)
+    later = capsys.readouterr()
+    assert "(0 network calls" in later.err
+    sample("--run", run, "--out", tmp_path / "b", "--png", "false", *SETTINGS, *reference)
+    assert json.loads(capsys.readouterr().out) == json.loads(later.out)
+    assert not (tmp_path / "b" / "images").exists()
+    assert (tmp_path / "a" / "preview.png").read_bytes() == (tmp_path / "b" / "preview.png").read_bytes()
+
+
+def test_batch_and_decode_batch_do_not_matter(tmp_path):
+    run = tiny_run(tmp_path / "run")
+    for batch in 4, 1, 7:
+        sample("--run", run, "--out", tmp_path / str(batch), *SETTINGS, "--batch", batch, "--decode_batch", 3)
+    for batch in 1, 7:
+        assert abs(pixels(tmp_path / str(batch)) - pixels(tmp_path / "4")).max() <= 1
+
+
+def test_options_change_the_images(tmp_path):
+    run = tiny_run(tmp_path / "run")
+    variants = {"base": (), "seed": ("--seed", 1), "cfg": ("--cfg_scale", 2), "label": ("--labels", "dog"),
+                "raw": ("--weights", "raw"), "ddim": ("--sampler", "ddim"),
+                "bf16": ("--precision", "bf16")}  # fmt: skip
+    made = {}
+    for name, options in variants.items():
+        sample("--run", run, "--out", tmp_path / name, *SETTINGS, *options)
+        made[name] = pixels(tmp_path / name).tobytes()
+    assert len(set(made.values())) == len(made)
+    sample("--run", run, "--out", tmp_path / "number", *SETTINGS, "--labels", "1")
+    assert pixels(tmp_path / "number").tobytes() == made["label"]
+    assert json.loads((tmp_path / "label" / "manifest.json").read_text())["labels"] == [1]
+
+
+def test_the_runs_own_settings_and_folder_are_the_default(tmp_path):
+    run = tiny_run(
+        tmp_path / "run", "flow", sampling=SamplingConfig(num_images=3, num_steps=4, sampler="ode", method="euler")
+    )
+    sample("--run", run, "--batch", 4)
+    (out,) = (run / "samples").iterdir()
+    assert out.name == "step_0000010_ode_4_cfg1.0_seed0_n3"
+    assert len(files(out)) == 3
+
+
+def test_public_files_sample_as_ours(tmp_path):
+    """The same weights in the public containers, found by the name or by an option, give the same images."""
+    for objective, name in ("diffusion", "DiT-S-2.pt"), ("flow", "SiT-S-2.pt"):
+        run = tiny_run(tmp_path / objective, objective, width=384)
+        sample("--run", run, "--out", tmp_path / f"{objective}-ours", *SETTINGS)
+        state = dict(load_run(run).model.state_dict())
+        if objective == "flow":  # the public network predicts twice the channels and drops the second half
+            for key in "final_layer.linear.weight", "final_layer.linear.bias":
+                value = state[key].unflatten(0, (4, 1, 3))
+                state[key] = torch.cat([value, torch.randn_like(value)], dim=1).flatten(0, 2)
+        content = {
+            "ema": {f"module.{key}": value for key, value in state.items()},
+            "model": {},
+            "args": Namespace(lr=1),
+        }
+        torch.save(content, tmp_path / name)
+        torch.save(content, tmp_path / "weights.pt")
+        sample("--checkpoint", tmp_path / name, "--vae", "identity", "--out", tmp_path / f"{objective}-a", *SETTINGS)
+        assert files(tmp_path / f"{objective}-a") == files(tmp_path / f"{objective}-ours")
+        with pytest.raises(ValueError, match="does not tell whether it is DiT or SiT; give --objective"):
+            sample("--checkpoint", tmp_path / "weights.pt", "--vae", "identity", "--out", tmp_path / "no", *SETTINGS)
+        sample("--checkpoint", tmp_path / "weights.pt", "--objective", objective, "--vae", "identity",
+               "--out", tmp_path / f"{objective}-b", *SETTINGS)  # fmt: skip
+        assert files(tmp_path / f"{objective}-b") == files(tmp_path / f"{objective}-ours")
+
+
+def test_an_exported_file_is_all_that_sampling_needs(tmp_path, capsys):
+    from vcagen.__main__ import main
+
+    run = tiny_run(tmp_path / "run")
+    sample("--run", run, "--out", tmp_path / "a", *SETTINGS)
+    main(["export", str(run), "--out", str(tmp_path / "x.safetensors")])
+    capsys.readouterr()
+    main(["inspect", str(tmp_path / "x.safetensors"), "--json", "true"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["data"]["class_names"] == ["cat", "dog", "eel"]
+    assert told["step"] == 10
+    shutil.rmtree(run)
+    sample("--checkpoint", tmp_path / "x.safetensors", "--out", tmp_path / "b", *SETTINGS)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_dry_run_makes_nothing(tmp_path, capsys):
+    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--dry_run", "true")
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["num_images"], plan["chunks"], plan["num_steps"]) == (50_000, 782, 250)
+    assert not (tmp_path / "out").exists()
+
+
+def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
+    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, "--cfg_scale", 0)
+    assert "unconditional" in capsys.readouterr().err
+
+
+# --- what it refuses ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--labels", "3"), r"labels: '3' is not a class; valid are labels 0\.\.2 or class names cat, dog, eel"),
+        (("--labels", "1000"), r"0\.\.2"),
+        (("--labels", "cow"), "labels: 'cow'"),
+        (("--num_steps", "2000"), "num_steps: 2000"),
+        (("--sampler", "sde"), "sampler: sde"),
+        (("--step", "7"), "no checkpoint 7; it has 10"),
+        (("--weights", "ema_0.5"), r"no ema_0\.5; it has raw, ema_0\.9999"),
+        (("--png", "false"), "nothing would be kept"),
+        (("--num_images", "0"), "num_images: 0"),
+        (("--batch", "0"), "batch: 0"),
+        (("--reference", "nowhere.npz", "--extractor", "pixels"), r"reference: nowhere\.npz"),
+        (("--reference", "digits", "--extractor", "pixels"), "reference: digits"),
+        (("--inception_weights", "nowhere.pth", "--reference", "digits"), r"inception_weights: nowhere\.pth"),
+        (("--checkpoint", "x.pt"), "run: give one of"),
+        (("--guided_channels", "0", "--cfg_scale", "2"), "guided_channels: 0"),
+    ],
+)
+def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_guidance_needs_a_null_label(tmp_path):
+    run = tiny_run(tmp_path / "run", dropout=0.0)
+    sample("--run", run, "--out", tmp_path / "out", *SETTINGS)
+    with pytest.raises(ValueError, match=r"cfg_scale: 2\.0; this network has no null label"):
+        sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--cfg_scale", "2")
+
+
+def test_another_run_in_the_same_folder_is_refused_by_field(tmp_path):
+    run, out = tiny_run(tmp_path / "run"), tmp_path / "out"
+    sample("--run", run, "--out", out, *SETTINGS)
+    before = files(out)
+    for field, options in {
+        "cfg_scale": ("--cfg_scale", "1.5"), "seed": ("--seed", "1"), "num_steps": ("--num_steps", "6"),
+        "weights_sha256|ema_decay": ("--weights", "raw"), "sampler": ("--sampler", "ddim"), "labels": ("--labels", "0"),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^({field}): .* was made with"):
+            sample("--run", run, "--out", out, *SETTINGS, *options)
+    assert files(out) == before
+
+
+def test_nan_is_one_line_and_no_black_image(tmp_path):
+    run = tiny_run(tmp_path / "run", nan=True)
+    line = user_error("sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS)
+    assert line.startswith("error: image 0: ")
+    assert list((tmp_path / "out" / "images").iterdir()) == []
+
+
+def test_missing_inception_weights_keep_the_images_and_say_what_to_do(tmp_path):
+    run, (_, reference, *_) = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    line = user_error(
+        "sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS, "--reference", reference,
+        env={"TORCH_HOME": str(tmp_path / "torch"), "HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
+    )  # fmt: skip
+    assert "--inception_weights PATH" in line
+    assert f"python -m vcagen evaluate {tmp_path / 'out' / 'images'} --reference {reference}" in line
+    assert len(files(tmp_path / "out")) == 10
+
+
+# --- several processes, and kill -9 ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_images", "batch"), [(10, 4), (2, 4), (10, 7), (10, 1)])
+def test_the_number_of_processes_does_not_matter(tmp_path, num_images, batch):
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    metrics = []
+    for processes in 1, 2, 3:
+        out = tmp_path / str(processes)
+        args = ("sample.py", "--run", run, "--out", out, *SETTINGS, *reference)
+        args += ("--num_images", num_images, "--batch", batch, "--npz", "true")
+        python(*args) if processes == 1 else torchrun(processes, *args)
+        result = json.loads((out / "results.json").read_text())
+        assert result["sampler"]["world_size"] == processes
+        metrics.append(result["metrics"])
+        assert len(files(out)) == num_images
+        assert files(out) == files(tmp_path / "1")
+        assert (out / "samples.npz").read_bytes() == (tmp_path / "1" / "samples.npz").read_bytes()
+    assert metrics[0] == metrics[1] == metrics[2]
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_all_processes(tmp_path):
+    run = tiny_run(tmp_path / "run", nan=True)
+    start = time.monotonic()
+    _, stderr = torchrun(2, "sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS, code=1)
+    assert "error: image 0: " in stderr
+    assert time.monotonic() - start < 60
+
+
+def _sample_quietly(args):
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sample(*args)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+    """60 images, kill -9 at a random moment, the same command again: equal to the undisturbed run, 20 of 20."""
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    args = ["--run", run, *SETTINGS, *reference, "--num_images", 60, "--num_steps", 50, "--npz", "true", "--out"]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vcagen.build", "vcagen.metrics.evaluate", "test_sample"])
+
+    def start(out):
+        process = context.Process(target=_sample_quietly, args=([*args, out],))
+        process.start()
+        return process
+
+    for name in "warm", "undisturbed":
+        began = time.monotonic()
+        process = start(tmp_path / name)
+        process.join()
+        assert process.exitcode == 0
+    length = time.monotonic() - began
+    expected = files(tmp_path / "undisturbed"), (tmp_path / "undisturbed" / "samples.npz").read_bytes()
+    metrics = json.loads((tmp_path / "undisturbed" / "results.json").read_text())["metrics"]
+    moments, interrupted = random.Random(0), 0
+    for trial in range(20):
+        out = tmp_path / str(trial)
+        process = start(out)
+        process.join(moments.uniform(0.1, 1.0) * length)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        interrupted += not (out / "results.json").exists()
+        again = start(out)
+        again.join()
+        assert again.exitcode == 0, trial
+        assert (files(out), (out / "samples.npz").read_bytes()) == expected, trial
+        assert json.loads((out / "results.json").read_text())["metrics"] == metrics, trial
+    assert interrupted >= 10
