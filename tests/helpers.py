@@ -141,3 +141,12 @@ def random_pictures(count, size, *, channels=3, seed=0):
     smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=True)
     noise = torch.randn(count, channels, size, size, generator=generator) * 8
     return (smooth + noise).clamp(0, 255).to(torch.uint8)
+
+
+def frechet_of_few(x, y):
+    """Frechet distance of rows (N, D) and (M, D), N and M <= D, by the nuclear norm of their centred product."""
+    x, y = x.double(), y.double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    x, y = (x - mean_x) / (len(x) - 1) ** 0.5, (y - mean_y) / (len(y) - 1) ** 0.5
+    cross = torch.linalg.svdvals(x @ y.T).sum()
+    return ((mean_x - mean_y).square().sum() + x.square().sum() + y.square().sum() - 2 * cross).item()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import frechet_of_few
 from torch_fidelity.metric_fid import fid_statistics_to_metric
 from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
@@ -94,25 +95,20 @@ def test_frechet_equals_torch_fidelity():
     assert abs(distance(*a, *b) - oracle) < 1e-8
 
 
-def frechet_of_few(d, n):
-    """Frechet distance of two sets with n <= d rows, and by the nuclear norm of their centred product."""
+def few_images(d, n):
+    """The distance of two sets of n <= d rows, by covariances and without them."""
     x, y = randn(n, d), randn(n, d, seed=1) * 1.3 + 0.2
-    x_centred, y_centred = x - x.mean(0), y - y.mean(0)
-    cross = torch.linalg.svdvals(x_centred @ y_centred.T).sum() / (n - 1)
-    traces = (x_centred.square().sum() + y_centred.square().sum()) / (n - 1)
-    exact = (x.mean(0) - y.mean(0)).square().sum() + traces - 2 * cross
-    found = distance(x.mean(0), torch.cov(x.T), y.mean(0), torch.cov(y.T))
-    return found, exact.item()
+    return distance(x.mean(0), torch.cov(x.T), y.mean(0), torch.cov(y.T)), frechet_of_few(x, y)
 
 
 def test_frechet_of_fewer_images_than_features():
-    found, exact = frechet_of_few(256, 64)
+    found, exact = few_images(256, 64)
     assert found == pytest.approx(exact, rel=1e-8)
 
 
 @pytest.mark.slow
 def test_frechet_of_fewer_images_than_features_at_full_size():
-    found, exact = frechet_of_few(2048, 512)
+    found, exact = few_images(2048, 512)
     assert found == pytest.approx(exact, rel=1e-8)
 
 

@@ -1,0 +1,403 @@
+"""From images to results: names, records, refusals, streams, interruptions, processes, memory."""
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import frechet_of_few, python, random_pictures, torchrun, user_error
+from PIL import Image
+
+from vcagen.__main__ import main
+from vcagen.images import load_digits, to_uint8
+from vcagen.metrics.evaluate import Evaluator, count_name, evaluate_images
+from vcagen.metrics.features import InceptionFeatures, PixelFeatures
+from vcagen.metrics.scores import InceptionScore, frechet_distance, precision_recall
+from vcagen.metrics.sources import ImageSource, open_samples, result_path
+from vcagen.metrics.statistics import open_reference
+from vcagen.store import write_npz
+
+
+def source_of(images):
+    return ImageSource("npz", "memory", len(images), tuple(images.shape[1:]), lambda n: iter(images.split(n)))
+
+
+def write_pngs(folder, images):
+    """uint8 (N, C, H, W) to folder/000000.png, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
+        Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image).save(folder / f"{i:06d}.png")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return open_reference("digits", PixelFeatures(), progress=False)
+
+
+def noisy_digits(n):
+    """The first digits, each a little changed."""
+    images, _ = load_digits()
+    noise = torch.randint(0, 40, images.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return (images[:n] // 2 + noise[:n]).contiguous()
+
+
+def test_scores_are_named_by_the_count(digits):
+    assert [count_name(n) for n in (50_000, 10_000, 1000, 1797, 49_984, 2)] == [
+        "50k",
+        "10k",
+        "1k",
+        "1797",
+        "49984",
+        "2",
+    ]
+    result = evaluate_images(source_of(noisy_digits(1000)), PixelFeatures(), digits)
+    assert set(result["metrics"]) == {"fd_pixels_1k", "precision_pixels", "recall_pixels"}
+    assert not any("fid" in key for key in result["metrics"])
+
+
+def test_uint8_rule():
+    assert to_uint8(torch.tensor([-1.0, 0, 1, -3, 3])).tolist() == [0, 128, 255, 0, 255]
+    grid = torch.linspace(-1, 1, 100_001)
+    half_up = torch.floor((grid.double() + 1) * 127.5 + 0.5).to(torch.uint8)
+    ties = ((grid.double() + 1) * 127.5 % 1 - 0.5).abs() < 1e-4  # float32 arithmetic decides these
+    assert torch.equal(to_uint8(grid)[~ties], half_up[~ties])
+
+
+def test_digits_against_themselves(digits):
+    images, _ = load_digits()
+    result = evaluate_images(source_of(images), PixelFeatures(), digits, batch=100)
+    assert abs(result["metrics"]["fd_pixels_1797"]) < 1e-9
+    assert (result["metrics"]["precision_pixels"], result["metrics"]["recall_pixels"]) == (1, 1)
+    assert "the samples are the reference images" in result["warnings"]
+
+
+def test_fd_pixels_is_the_frechet_distance_of_pixels(digits):
+    images = noisy_digits(300)
+    x = images.flatten(1).double() / 127.5 - 1
+    exact = frechet_distance(x.mean(0), torch.cov(x.T), *digits.pool).distance
+    for batch in (1, 7, 300):
+        result = evaluate_images(source_of(images), PixelFeatures(), digits, batch=batch)
+        assert result["metrics"]["fd_pixels_300"] == pytest.approx(exact, rel=1e-5)
+    assert exact > 1
+
+
+@pytest.mark.slow
+def test_result_of_inception(inception_weights, tmp_path):
+    """Every score against the same from the features at hand; the layout of sFID matters; everything is recorded."""
+    extractor = InceptionFeatures(inception_weights)
+    samples = random_pictures(10, 32)
+    real = (samples.float() * 0.9 + random_pictures(10, 32, seed=1) * 0.1).to(torch.uint8)
+    write_npz(tmp_path / "real.npz", real.permute(0, 2, 3, 1).numpy())
+    reference = open_reference(str(tmp_path / "real.npz"), extractor, batch=10)
+    result = evaluate_images(source_of(samples), extractor, reference, batch=10)
+    metrics = result["metrics"]
+    assert list(metrics) == ["fid_10", "sfid_10", "is_mean", "is_std", "precision_fp32", "recall_fp32",
+                             "precision_adm_fp16", "recall_adm_fp16"]  # fmt: skip
+    features, real_features = extractor(samples), extractor(real)
+    assert metrics["fid_10"] == pytest.approx(frechet_of_few(features.pool, real_features.pool), rel=1e-6)
+    assert metrics["sfid_10"] == pytest.approx(frechet_of_few(features.spatial, real_features.spatial), rel=1e-6)
+    channels_first = features.spatial.view(-1, 17 * 17, 7).transpose(1, 2).flatten(1)
+    assert frechet_of_few(channels_first, real_features.spatial) > 1.2 * metrics["sfid_10"]
+    score = InceptionScore()
+    score.add(extractor.logits(features.pool))
+    assert metrics["is_mean"] == pytest.approx(score.result()[0], rel=1e-9)
+    assert (metrics["precision_fp32"], metrics["recall_fp32"]) == precision_recall(real_features.pool, features.pool)
+
+    assert result["protocol"] == "adm-2021/UNKNOWN"
+    assert result["weights"]["sha256"] == extractor.sha256
+    assert (result["n_samples"], result["n_ref_pr"], result["resolution"]) == (10, 10, 32)
+    assert result["extractor"]["tf32"] is False
+    assert result["samples"]["source"] == "memory"
+    assert "non-ADM-reference" in " ".join(result["warnings"])
+    warnings = " ".join(result["warnings"])
+    for warning in (
+        "weights are UNKNOWN",
+        "10 images for 2048 features",
+        "10 images for 2023 features",
+        "chunks of 5000",
+    ):
+        assert warning in warnings
+    json.dumps(result, allow_nan=False)
+
+
+def test_few_and_identical_images(digits):
+    two = evaluate_images(source_of(noisy_digits(2)), PixelFeatures(), digits)
+    assert np.isfinite(two["metrics"]["fd_pixels_2"])
+    assert list(two["metrics"]) == ["fd_pixels_2"]
+    assert any("singular" in warning for warning in two["warnings"])
+    assert any("more than 3 images" in warning for warning in two["warnings"])
+
+    same = evaluate_images(source_of(noisy_digits(1).repeat(6, 1, 1, 1)), PixelFeatures(), digits)
+    assert np.isfinite(list(same["metrics"].values())).all()
+    assert "5 of 6 images are exact copies of others" in same["warnings"]
+    for count in (0, 1):
+        with pytest.raises(ValueError, match=f"num_images: {count}; scores need at least 2"):
+            Evaluator(PixelFeatures(), digits, count)
+
+
+# --- chunks in any order, from several processes, over several runs
+
+
+def same_scores(a, b, rel=1e-12):
+    assert a["metrics"] == pytest.approx(b["metrics"], rel=rel)
+    assert a["samples"]["sha256_of_stream"] == b["samples"]["sha256_of_stream"]
+
+
+def test_order_padding_repeats_and_interruptions_do_not_change_scores(digits, tmp_path):
+    images = noisy_digits(30)
+    straight = Evaluator(PixelFeatures(), digits, 26)
+    straight.update(images, range(30))
+    expected = straight.finalize()
+    assert (
+        expected["samples"]["sha256_of_stream"]
+        == hashlib.sha256(
+            b"".join(hashlib.sha256(image.numpy().tobytes()).digest() for image in images[:26])
+        ).hexdigest()
+    )
+
+    def run(order, batch=6):
+        evaluator = Evaluator(PixelFeatures(), digits, 26, folder=tmp_path / "features")
+        for start in order:
+            index = range(start, start + batch)
+            evaluator.update(images[index], index)
+        return evaluator
+
+    first = run([18, 0, 6])  # killed here
+    assert [first.has(range(i, i + 6)) for i in (0, 6, 12, 18, 24)] == [True, True, False, True, False]
+    with pytest.raises(ValueError, match="features of the images 12 to 17 are missing"):
+        first.finalize()
+    second = run([24, 12, 6])  # another process makes the rest and repeats one; the last chunk has 4 images too many
+    assert second.has(range(24, 30))
+    same_scores(second.finalize(), expected)
+    run([2, 20], batch=7)  # chunks of another size lie across the others
+    same_scores(run([]).finalize(), expected)
+
+
+def test_missing_last_images_are_an_error(digits, tmp_path):
+    for folder in (None, tmp_path):
+        evaluator = Evaluator(PixelFeatures(), digits, 50, folder=folder)
+        evaluator.update(noisy_digits(48), range(48))
+        with pytest.raises(ValueError, match="features of 2 of 50 images are missing"):
+            evaluator.finalize()
+
+
+def test_features_of_other_weights_are_not_used(digits, tmp_path):
+    class Other(PixelFeatures):
+        identity = "other"
+
+    Evaluator(Other(), digits, 8, folder=tmp_path).update(noisy_digits(8), range(8))
+    evaluator = Evaluator(PixelFeatures(), digits, 8, folder=tmp_path)
+    assert not evaluator.has(range(8))
+    with pytest.raises(ValueError, match="features of another extractor or other weights"):
+        evaluator.finalize()
+    evaluator.update(noisy_digits(8), range(8))
+    assert evaluator.finalize()["n_samples"] == 8
+
+
+def test_a_cut_feature_file_is_made_again(digits, tmp_path):
+    evaluator = Evaluator(PixelFeatures(), digits, 8, folder=tmp_path)
+    evaluator.update(noisy_digits(8), range(8))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+    assert not evaluator.has(range(8))
+
+
+PROCESSES = """
+import json, sys
+import torch
+from accelerate import PartialState
+from vcagen.metrics.evaluate import Evaluator
+from vcagen.metrics.features import Features, PixelFeatures
+from vcagen.metrics.statistics import open_reference
+
+state = PartialState(cpu=True)
+assert state.num_processes == int(sys.argv[2]), state.num_processes
+class Inception(PixelFeatures):  # every score, without the network
+    name = "inception"
+    def record(self): return {"name": "UNKNOWN"}
+    def logits(self, pool): return pool.double()
+x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+reference = open_reference("digits", PixelFeatures(), progress=False) if state.is_main_process else None
+evaluator = Evaluator(Inception(), reference, 37, folder=sys.argv[1])
+for chunk in range(state.process_index, 12, state.num_processes):  # 48 rows: 11 more than wanted
+    index = torch.arange(4 * chunk, 4 * chunk + 4)
+    evaluator.add(Features(x[index], None), index, torch.zeros(4, 32, dtype=torch.uint8))
+state.wait_for_everyone()
+if state.is_main_process:
+    print(json.dumps(evaluator.finalize()))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_scores_of_one(tmp_path):
+    (tmp_path / "run.py").write_text(PROCESSES)
+    one, _ = python(tmp_path / "run.py", tmp_path / "one", 1)
+    two, _ = torchrun(2, tmp_path / "run.py", tmp_path / "two", 2)
+    one, two = json.loads(one), json.loads(two)
+    assert list(one["metrics"])[:2] == ["fid_37", "is_mean"]
+    same_scores(one, two, rel=1e-10)
+
+
+# --- folders and files that anybody made
+
+
+def test_folder_and_npz_of_the_same_images_score_the_same(digits, tmp_path):
+    images = noisy_digits(40)
+    folder = write_pngs(tmp_path / "images", images)
+    write_npz(tmp_path / "samples.npz", images.permute(0, 2, 3, 1).numpy())
+    results = [evaluate_images(open_samples(path), PixelFeatures(), digits, batch=16) for path in
+               (folder, str(tmp_path), str(tmp_path / "samples.npz"))]  # fmt: skip
+    same_scores(results[0], results[1])
+    same_scores(results[0], results[2])
+
+
+def test_dirty_sample_folders(tmp_path):
+    def refused(found, image, name="000001.png", **options):
+        folder = tmp_path / hashlib.md5(found.encode()).hexdigest()
+        write_pngs(folder, random_pictures(3, 16))
+        image.save(folder / name, **options)
+        with pytest.raises(ValueError, match=found):
+            open_samples(str(folder))
+
+    refused(r"000001\.png: RGBA image", Image.new("RGBA", (16, 16)))
+    refused(r"000001\.png: P image", Image.new("P", (16, 16)))
+    refused(r"000001\.png: I;16 image", Image.new("I;16", (16, 16)))
+    refused(r"000001\.png: L 16 x 16, but 000000\.png is RGB 16 x 16", Image.new("L", (16, 16)))
+    refused(r"000001\.png: RGB 16 x 17, but", Image.new("RGB", (16, 17)))
+
+    deep = tmp_path / "deep"
+    write_pngs(deep, random_pictures(3, 16))
+    png = bytearray((deep / "000002.png").read_bytes())
+    png[24] = 16  # 16 bits a channel: Pillow would read it as 8-bit RGB
+    import zlib
+
+    png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
+    (deep / "000002.png").write_bytes(png)
+    with pytest.raises(ValueError, match=r"000002\.png: 16-bit RGB image"):
+        open_samples(str(deep))
+
+    (deep / "000002.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"000002\.png: broken image"):
+        open_samples(str(deep))
+
+    cut = tmp_path / "cut"
+    write_pngs(cut, random_pictures(3, 16))
+    data = (cut / "000001.png").read_bytes()
+    (cut / "000001.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match=r"000001\.png: broken image"):
+        list(open_samples(str(cut)).batches(2))
+
+
+def test_stored_with_loss_or_sorted_is_a_warning(tmp_path):
+    folder = tmp_path / "jpeg"
+    folder.mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8)).save(folder / f"{i}.jpg")
+    assert "JPEG" in open_samples(str(folder)).warnings[0]
+    rows = np.zeros((4, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "sorted.npz", rows, np.array([0, 0, 1, 1]))
+    assert "sorted by label" in open_samples(str(tmp_path / "sorted.npz")).warnings[0]
+    np.savez(tmp_path / "mixed.npz", rows, np.array([0, 1, 0, 1]), mu=np.zeros(3))
+    (warning,) = open_samples(str(tmp_path / "mixed.npz")).warnings
+    assert "also holds statistics" in warning
+
+
+def test_number_of_samples(tmp_path):
+    folder = write_pngs(tmp_path / "x", random_pictures(5, 8))
+    assert open_samples(folder, expected=5).count == 5
+    with pytest.raises(ValueError, match=r"5 images, 3 expected \(too many: 000003\.png, 000004\.png\)"):
+        open_samples(folder, expected=3)
+    with pytest.raises(ValueError, match="5 images, 6 expected; give --num_images 5"):
+        open_samples(folder, expected=6)
+    one = write_pngs(tmp_path / "one", random_pictures(1, 8))
+    with pytest.raises(ValueError, match="1 image; scores need at least 2"):
+        open_samples(one)
+
+
+def test_where_the_result_goes():
+    assert str(result_path("a/samples.npz")) == str(result_path("a/images")) == "a/results.json"
+    assert str(result_path("a/mine")) == "a/mine/results.json"
+
+
+# --- the command line
+
+
+def test_stats_and_evaluate_jobs(tmp_path, capsys):
+    main(["stats", "digits", "--extractor", "pixels", "--out", str(tmp_path / "ref.npz")])
+    assert json.loads(capsys.readouterr().out)["n"] == 1797
+    folder = write_pngs(tmp_path / "out" / "images", noisy_digits(40))
+    options = ["--extractor", "pixels", "--reference", str(tmp_path / "ref.npz")]
+    main(["evaluate", folder, *options])
+    printed = json.loads(capsys.readouterr().out)
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["metrics"] == printed
+    assert result["reference"]["path"] == str(tmp_path / "ref.npz")
+    main(["evaluate", folder, *options, "--precision_recall", "false", "--out", str(tmp_path / "other.json")])
+    assert set(json.loads((tmp_path / "other.json").read_text())["metrics"]) == {"fd_pixels_40"}
+
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps({"num_images": 50, "seed": 3}))
+    with pytest.raises(ValueError, match="40 images, 50 expected; give --num_images 40"):
+        main(["evaluate", folder, *options])
+    main(["evaluate", folder, *options, "--num_images", "40"])
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["sampling"]["seed"] == 3
+
+
+def test_mistakes_in_the_command_line(tmp_path):
+    rgb = write_pngs(tmp_path / "rgb", random_pictures(4, 8))
+    with pytest.raises(ValueError, match="reference"):
+        main(["evaluate", rgb, "--extractor", "pixels"])
+    with pytest.raises(ValueError, match=r"its images have 1 channel\(s\) of 8 x 8 pixels, the samples 3"):
+        main(["evaluate", rgb, "--extractor", "pixels", "--reference", "digits"])
+    with pytest.raises(ValueError, match="no such folder"):
+        main(["evaluate", str(tmp_path / "absent"), "--extractor", "pixels", "--reference", "digits"])
+    assert not (tmp_path / "rgb" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_one_line_and_exit_code_2(tmp_path):
+    rgb = write_pngs(tmp_path / "rgb", random_pictures(4, 8))
+    offline = {"TORCH_HOME": str(tmp_path / "empty"), "https_proxy": "http://127.0.0.1:9"}
+    line = user_error("-m", "vcagen", "evaluate", rgb, "--reference", rgb, env=offline)
+    assert "inception_weights" in line
+    assert "--inception_weights PATH" in line
+    assert not (tmp_path / "rgb" / "results.json").exists()
+
+
+# --- memory
+
+MEMORY = """
+import resource, sys
+import torch
+from vcagen.metrics.evaluate import evaluate_images
+from vcagen.metrics.features import PixelFeatures
+from vcagen.metrics.sources import open_samples
+from vcagen.metrics.statistics import open_reference
+
+torch.set_num_threads(1)
+extractor = PixelFeatures()
+reference = open_reference(sys.argv[1], extractor, progress=False)
+for path, rows in zip(sys.argv[2::2], sys.argv[3::2]):
+    evaluate_images(open_samples(path), extractor, reference, precision_recall=rows == "rows")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read in KiB")
+def test_memory_is_flat_but_for_the_rows(tmp_path):
+    """Peak memory (it only grows within a process) of 200, 2,000 and 20,000 images of 0.8, 8 and 82 MB."""
+    paths = []
+    for count in (200, 2_000, 20_000):
+        rows = np.random.default_rng(0).integers(0, 256, (count, 37, 37, 3), dtype=np.uint8)
+        write_npz(tmp_path / f"{count}.npz", rows)
+        paths.append(tmp_path / f"{count}.npz")
+    (tmp_path / "run.py").write_text(MEMORY)
+    arguments = [part for path in paths for part in (path, "none")]
+    out, _ = python(tmp_path / "run.py", paths[0], *arguments, paths[2], "rows")
+    small, middle, large, with_rows = (int(line) / 1024 for line in out.split())
+    assert middle - small < 8
+    assert large - middle < 12  # 20,000 digests of 65 bytes among it
+    assert with_rows - large < 15 + 2 * 4_096**2 * 4 / 2**20  # rows: 15 MB; two blocks of distances
