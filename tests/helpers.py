@@ -54,9 +54,11 @@ def python(*args, code=0, timeout=300, env=None, cwd=ROOT):
 
 def torchrun(num_processes, *args, code=0, **kwargs):
     """Run `python ARGS` under torchrun with that many processes on this machine."""
-    return python(
-        "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *args, code=code, **kwargs
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    if args[0] == "-m":
+        launcher, args = [*launcher, "-m"], args[1:]
+    # Without the dashes torchrun takes our --run for an abbreviation of its own --run-path.
+    return python(*launcher, "--", *args, code=code, **kwargs)
 
 
 def user_error(*args, **kwargs):
