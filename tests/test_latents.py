@@ -3,12 +3,14 @@
 import json
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import image_folder, tiny_vae
 from torch.utils.data import DataLoader
 
+from vcagen.bench.data import _write_latents, main
 from vcagen.codec import LatentCodec, NonFiniteError
 from vcagen.config import CodecConfig, DataConfig, EncodeConfig, ImageConfig
 from vcagen.encode import encode
@@ -382,3 +384,34 @@ def test_spec_round_trip_and_differences(shards):
     assert moved.differences(spec) == []
     other = DataSpec.from_dict({**spec.to_dict(), "class_names": ["cat", "eel", "dog"], "image_size": 64})
     assert [line.split(":")[0] for line in other.differences(spec)] == ["class_names", "image_size"]
+
+
+# cost
+
+
+def anonymous_bytes():
+    status = Path("/proc/self/status")
+    if not status.exists() or "RssAnon" not in status.read_text():
+        pytest.skip("the system does not tell anonymous memory")
+    return 1024 * int(status.read_text().split("RssAnon:")[1].split()[0])
+
+
+def test_memory_does_not_grow_with_the_set(tmp_path):
+    files = _write_latents(tmp_path, 3000)  # 94 MiB
+    assert len(files) == 3000
+    before = anonymous_bytes()
+    dataset = LatentDataset(tmp_path)
+    for start in range(0, 3000, 100):
+        for mirror in (False, True):
+            dataset.__getitems__([(i, mirror) for i in range(start, start + 100)])
+    assert anonymous_bytes() - before < 20 * 2**20
+
+
+def test_benchmark_runs(tmp_path, capsys):
+    options = ["--items", "300", "--batch", "64", "--num_workers", "0", "--seconds", "0.1", "--jpegs", "2"]
+    main([*options, "--encodings", "0", "--folder", str(tmp_path), "--json", str(tmp_path / "result.json")])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["latents_per_second"] > result["latents_per_second_npy"] > 0
+    assert result["images_per_second_per_core"] > 0
+    assert "latents_over_npy" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]

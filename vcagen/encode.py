@@ -81,7 +81,7 @@ def encode(
     ):
         for index in mine:
             moments = _encode_range(config, pixels, codec, ranges[index], pool, bar)
-            _write_shard(_shard(out, index), moments, ranges[index], pixels, {**settings, "shard": index})
+            write_shard(_shard(out, index), moments, ranges[index], pixels, {**settings, "shard": index})
 
     gather([])
     if rank == 0:
@@ -182,7 +182,8 @@ def _read_ahead(pixels: Pixels, batches: Sequence[range], pool: ThreadPoolExecut
         yield torch.stack([image.result() for image in waiting.popleft()])
 
 
-def _write_shard(path: Path, moments: Tensor, rows: range, pixels: Pixels, metadata: dict[str, Any]) -> None:
+def write_shard(path: Path, moments: Tensor, rows: range, pixels: Pixels, metadata: dict[str, Any]) -> None:
+    """Write the moments (n, 2, M, h, w) of some rows with their labels and names, whole or not at all."""
     names = "\0".join(pixels.names[row] for row in rows).encode(errors="surrogateescape")
     tensors = {
         "moments": moments,

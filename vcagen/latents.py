@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from vcagen.codec import DEFAULT_VAE, LatentCodec, NonFiniteError
 from vcagen.config import CodecConfig, DataConfig
@@ -122,7 +123,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     return metadata, tensors, start
 
 
-class LatentDataset:
+class LatentDataset(Dataset[tuple[Tensor, int]]):
     """Shards written by `vcagen encode`, memory-mapped: nothing is opened or parsed per item.
 
     Items are moments (M, h, w) in the storage type. Safe in DataLoader workers: forked ones share the maps, spawned
@@ -227,7 +228,7 @@ class LatentDataset:
         return [name for part in parts for name in part.split("\0")]
 
 
-class ImageDataset:
+class ImageDataset(Dataset[tuple[Tensor, int]]):
     """Images encoded when they are asked for: the digits, or a small folder. As `LatentDataset`, in the main process.
 
     Items are float32 moments on the codec's device.
