@@ -214,8 +214,8 @@ def ode_sample(
         progress: called with the number of steps done (of accepted steps).
 
     Raises:
-        ValueError: unknown method; num_steps missing or given where it must not be; tolerances that are not positive or
-            too small; NonFiniteError for a state that is not finite.
+        ValueError: unknown method; num_steps missing or given where it must not be; tolerances that are not positive,
+            or too small for this flow; NonFiniteError for a state that is not finite.
     """
     adaptive = method in ADAPTIVE_METHODS
     if not adaptive and method not in FIXED_METHODS:
@@ -239,10 +239,13 @@ def ode_sample(
     ends = noise.new_tensor([0.0, 1.0])
     try:
         x: Tensor = odeint(velocity, noise, ends, atol=atol, rtol=rtol, method=method, options=options)[-1]
-    except AssertionError as error:  # how torchdiffeq says that its step size became 0
-        if adaptive and "underflow in dt" in str(error):
-            raise ValueError(f"atol, rtol: {atol}, {rtol}; too small for {method} in {noise.dtype}") from error
-        raise
+    except AssertionError as error:
+        if "underflow in dt" not in str(error):
+            raise
+        raise ValueError(
+            f"method: {method} shrank its steps to nothing at atol {atol}, rtol {rtol}; "
+            "the flow explodes, or the tolerances are too small"
+        ) from error
     watch.step(x)
     watch.finish()
     return x
