@@ -172,10 +172,7 @@ class SampleStore:
                 write_npz(temporary, self._stored_rows())
         for file in (self._rows, self._done):
             file.unlink(missing_ok=True)
-        side = math.isqrt(min(self.num_images, PREVIEW))
-        grid = image_grid(self.read(range(side**2)), side)
-        with atomic_file(self.folder / "preview.png") as temporary:
-            to_pil(grid.permute(1, 2, 0).numpy()).save(temporary, format="PNG")
+        save_grid(self.folder / "preview.png", self.read(range(min(self.num_images, PREVIEW))))
 
     def _path(self, index: int) -> Path:
         return self._images / f"{index:06d}.png"
@@ -205,9 +202,14 @@ class SampleStore:
         return np.memmap(self._rows, np.uint8, "r", shape=shape)
 
 
-def image_grid(images: Tensor, columns: int) -> Tensor:
-    """Images (N, C, H, W), N a multiple of `columns`, in rows on one image (C, rows (H + 2), columns (W + 2))."""
-    return rearrange(pad(images, (1, 1, 1, 1)), "(r s) c h w -> c (r h) (s w)", s=columns)
+def save_grid(path: Path, images: Tensor) -> None:
+    """Write the largest square of the first uint8 images (N, C, H, W) as one PNG; small ones are enlarged."""
+    side = math.isqrt(len(images))
+    scale = max(1, 32 // images.shape[-1])
+    framed = pad(images[: side**2].repeat_interleave(scale, -1).repeat_interleave(scale, -2), (1, 1, 1, 1))
+    grid = rearrange(framed, "(r s) c h w -> (r h) (s w) c", s=side)
+    with atomic_file(path) as temporary:
+        to_pil(grid.numpy()).save(temporary, format="PNG")
 
 
 def to_pil(pixels: Rows) -> Image.Image:

@@ -1,0 +1,22 @@
+"""Train a DiT or SiT: python train.py --config configs/quickstart.yaml, or accelerate launch train.py ..."""
+
+from __future__ import annotations
+
+from vcagen import cli
+from vcagen.config import Config
+
+
+def main() -> None:
+    """Parse, build, fit."""
+    config = cli.parse(Config, prog="train.py")
+    from vcagen import build_training
+
+    if config.dry_run:
+        print(build_training.describe_training(config))
+        return
+    trainer = build_training.build_trainer(config)
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,212 @@
+"""From configuration to a Trainer, and the plan that a dry run prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vcagen import checkpoints
+from vcagen.build import build_accelerator, build_cost, build_model, build_objective, build_sampler
+from vcagen.codec import LatentCodec
+from vcagen.config import Config, SamplingConfig, TrainConfig
+from vcagen.cost import activation_bytes, state_bytes
+from vcagen.diffusion import GaussianDiffusion
+from vcagen.dit import DiT
+from vcagen.flow import LinearInterpolant
+from vcagen.generate import LabelRule, SeededNoise, resolve_sampling
+from vcagen.latents import DataSpec, open_dataset
+from vcagen.store import save_grid
+from vcagen.trainer import Trainer, local_part
+from vcagen.training_state import claim_run
+
+
+def build_trainer(config: Config) -> Trainer:
+    """All that a training needs, with the run folder claimed; `fit` starts or goes on.
+
+    Raises:
+        ValueError: anything that does not fit: data, sizes, options, an existing run of another configuration.
+    """
+    apply_backend_flags(config.train)
+    accelerator = build_accelerator(
+        mixed_precision=config.train.precision,
+        log_with=config.log.trackers or None,
+        project_dir=config.run,
+    )
+    local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
+    check_intervals(config)
+    dataset, codec = open_dataset(config.data, config.codec, device=accelerator.device)
+    check_same_data(Path(config.run), dataset.spec)
+    network = initial_network(config, dataset.spec)
+    objective = build_objective(config.objective)
+    preview = None
+    if config.log.preview_every:
+        preview = build_preview(config, network, objective, codec, dataset.spec, accelerator.device)
+        if accelerator.is_main_process:
+            try:
+                codec.verify()  # a VAE that cannot be had is told now, not at the first preview
+            except ValueError as error:
+                raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
+    run = Path(config.run)
+    if accelerator.is_main_process:
+        claim_run(run, config)
+    accelerator.wait_for_everyone()
+    if config.log.trackers:
+        accelerator.init_trackers("vcagen", config=flat(asdict(config)))
+    return Trainer(
+        run=run,
+        accelerator=accelerator,
+        network=network,
+        objective=objective,
+        codec=codec,
+        dataset=dataset,
+        settings=config.train,
+        log=config.log,
+        checkpoint=config.checkpoint,
+        seed=config.seed,
+        metadata={"format": 1, "config": asdict(config), "data": dataset.spec.to_dict()},
+        horizontal_flip=config.data.horizontal_flip,
+        num_workers=config.data.num_workers,
+        preview=preview,
+    )
+
+
+def apply_backend_flags(train: TrainConfig) -> None:
+    """TF32 and deterministic kernels, as configured."""
+    torch.backends.cuda.matmul.allow_tf32 = train.tf32
+    torch.backends.cudnn.allow_tf32 = train.tf32
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+
+
+def check_intervals(config: Config) -> None:
+    """Raise ValueError for counts and intervals that cannot be."""
+    counts = {
+        "train.steps": config.train.steps,
+        "train.batch_size": config.train.batch_size,
+        "log.log_every": config.log.log_every,
+        "log.preview_images": config.log.preview_images,
+        "checkpoint.save_every": config.checkpoint.save_every,
+        "checkpoint.keep_last": config.checkpoint.keep_last,
+    }
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}: {value}; needs at least 1")
+    if config.train.learning_rate < 0:
+        raise ValueError(f"train.learning_rate: {config.train.learning_rate} is negative")
+    if not config.train.ema_decays:
+        raise ValueError("train.ema_decays: empty; needs at least one decay, 0 follows the weights")
+
+
+def check_same_data(run: Path, spec: DataSpec) -> None:
+    """Raise ValueError where a run goes on with data of other classes, size or VAE than it was started with."""
+    newest = checkpoints.latest_checkpoint(run)
+    metadata = checkpoints.read_metadata(newest / "model.safetensors") if newest else None
+    if metadata is None:
+        return
+    if differences := spec.differences(DataSpec.from_dict(metadata["data"])):
+        raise ValueError(f"data: not that of {newest}: {'; '.join(differences)}")
+
+
+def initial_network(config: Config, data: DataSpec) -> DiT:
+    """The network with the initial weights of the seed, or with those of `init`.
+
+    Another number of classes in `init` gives a new label table, and says so.
+
+    Raises:
+        ValueError: weights that do not fit.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        network = build_model(config.model, config.objective, data)
+    if config.init is not None:
+        path = Path(config.init)
+        weights = checkpoints.read_weights(checkpoints.find_weights(path) if path.is_dir() else path).state_dict
+        table = "y_embedder.embedding_table.weight"
+        ours = network.state_dict()[table]
+        if table in weights and weights[table].shape != ours.shape and weights[table].shape[1] == ours.shape[1]:
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(
+                    f"init: {path} has {len(weights[table])} labels, this network {len(ours)}: the label table is new",
+                    file=sys.stderr,
+                )
+            weights[table] = ours
+        checkpoints.load_into(network, weights)
+    return network
+
+
+def build_preview(
+    config: Config,
+    network: DiT,
+    objective: GaussianDiffusion | LinearInterpolant,
+    codec: LatentCodec,
+    data: DataSpec,
+    device: torch.device,
+) -> Callable[[Callable[[Tensor, Tensor, Tensor], Tensor], int], None]:
+    """What writes previews/step_0000000.png of the same seeds and balanced labels each time."""
+    settings = resolve_sampling(SamplingConfig(), config.sampling, config.objective.name)
+    indices = range(config.log.preview_images)
+    labels = LabelRule("balanced", data.num_classes, data.class_names)
+    build_sampler(network, objective, settings, null_label=network.null_label)  # refuses bad settings now
+
+    def preview(averaged: Callable[[Tensor, Tensor, Tensor], Tensor], step: int) -> None:
+        noise = SeededNoise(config.seed)
+        sample = build_sampler(averaged, objective, settings, null_label=network.null_label)
+        start = noise.noise(indices, (data.channels, data.height, data.width), device)
+        latents, _ = sample(start, labels(indices, noise).to(device), randn_like=noise.randn_like(indices))
+        save_grid(Path(config.run) / "previews" / f"step_{step:07d}.png", codec.decode(latents).cpu())
+
+    return preview
+
+
+def describe_training(config: Config) -> str:
+    """The plan of a training: cost, memory, batches, steps; everything is built, nothing is written."""
+    accelerator = build_accelerator(mixed_precision=config.train.precision)
+    part = local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
+    check_intervals(config)
+    dataset, _ = open_dataset(config.data, config.codec, device=accelerator.device)
+    check_same_data(Path(config.run), dataset.spec)
+    network = initial_network(config, dataset.spec)
+    cost = build_cost(config.model, config.objective, dataset.spec)
+    local = part.stop - part.start
+    micro = min(config.train.micro_batch_size or local, local)
+    with torch.device("meta"):
+        meta = build_model(config.model, config.objective, dataset.spec)
+    emas = len(config.train.ema_decays)
+    state, activations = state_bytes(network, emas), activation_bytes(meta, micro)
+    images = config.train.steps * config.train.batch_size
+    lines = {
+        "network": f"{config.model.size} {config.model.attention}, {config.objective.name}",
+        "parameters": f"{cost.params / 1e6:.2f} M",
+        "multiply-adds": f"{cost.multiply_adds / 1e9:.3f} G an image",
+        "data": f"{len(dataset)} images of {dataset.spec.num_classes} classes, latents "
+        f"{dataset.spec.channels} x {dataset.spec.height} x {dataset.spec.width}",
+        "processes": f"{accelerator.num_processes} on {accelerator.device.type}",
+        "batch": f"{config.train.batch_size} = {accelerator.num_processes} processes x {local}"
+        + (f", in parts of {micro}" if micro < local else ""),
+        "steps": f"{config.train.steps}, {images / len(dataset):.1f} epochs of "
+        f"{len(dataset) / config.train.batch_size:.1f} steps",
+        "memory": f"{state / 2**20:.1f} MiB for weights, gradients, AdamW and {emas} EMA "
+        f"({state / cost.params:.1f} bytes a parameter); float32 activations: about {activations / 2**20:.1f} MiB",
+        "checkpoint": f"{(state - 4 * cost.params) / 2**20:.1f} MiB each",
+    }
+    return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}, with what trackers cannot show as text."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result |= flat(value, f"{before}{key}.")
+        else:
+            result[before + key] = value if isinstance(value, int | float | str | bool) else str(value)
+    return result

@@ -1,0 +1,96 @@
+"""metrics.jsonl: means of the loss parts between log lines, summed on the device until a line is written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from vcagen.files import atomic_file
+
+
+class Meter:
+    """Sums of the loss parts over the images of all processes, and the lines made of them."""
+
+    def __init__(self, accelerator: Accelerator, path: Path) -> None:
+        self.accelerator = accelerator
+        self.path = path
+        self.sums: dict[str, Tensor] = {}
+        self.images = 0
+        """Images of the global batches that are in the sums."""
+        self.restart()
+
+    def add(self, sums: dict[str, Tensor], images: int) -> None:
+        """Add a step: sums over the local images, on the device, and the number of images of the global batch."""
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.images += images
+
+    def restart(self) -> None:
+        """Begin timing anew, without the time of a checkpoint or a preview."""
+        self._since, self._since_images = time.perf_counter(), self.images
+
+    def write(self, step: int, **values: float | None) -> dict[str, Any]:
+        """Append the line of a step and begin the next. Waits for the device."""
+        totals = self.state()["sums"]
+        seconds = time.perf_counter() - self._since
+        line = {
+            "step": step,
+            **{name: total / self.images for name, total in totals.items()},
+            **values,
+            "images_per_second": (self.images - self._since_images) / seconds,
+            "memory_bytes": self._memory(),
+            "seconds": seconds,
+        }
+        if self.accelerator.is_main_process:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.accelerator.log({name: v for name, v in line.items() if name != "step" and v is not None}, step=step)
+        self.sums, self.images = {}, 0
+        self.restart()
+        return line
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sums over all processes. Waits for the device."""
+        if not self.sums:
+            return {"sums": {}, "images": 0}
+        names = sorted(self.sums)
+        totals = self.accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum").tolist()
+        return {"sums": dict(zip(names, totals, strict=True)), "images": self.images}
+
+    def resume(self, state: dict[str, Any], step: int) -> None:
+        """Go on from a checkpoint: its sums, and the lines up to its step."""
+        share = 1.0 if self.accelerator.is_main_process else 0.0
+        device = self.accelerator.device
+        self.sums = {name: torch.tensor(share * total, device=device) for name, total in state["sums"].items()}
+        self.images = state["images"]
+        self.restart()
+        if self.accelerator.is_main_process:
+            truncate(self.path, step)
+
+    def _memory(self) -> int:
+        """Peak bytes on the GPU, or of the process."""
+        device = self.accelerator.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def truncate(path: Path, step: int) -> None:
+    """Drop the lines after a step, which will be written again, and a last line that was cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        if json.loads(line)["step"] <= step:
+            kept.append(line)
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(kept))

@@ -1,0 +1,116 @@
+"""What step k uses: its images, mirror coins, dropped labels, times and noise, all functions of (seed, k) alone.
+
+Everything is drawn for the whole global batch and then sliced, so that a run does not depend on the number of processes
+or on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def hashed_seed(*parts: object) -> int:
+    """A 63-bit seed that changes with every part."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+class StepSampler:
+    """Indices and mirror coins of every step.
+
+    The batches of all steps follow one another through an endless row of epochs, each a permutation of the images drawn
+    from (seed, epoch); a batch may reach into the next epoch, and a set may be smaller than a batch.
+
+    Args:
+        num_items: images of the set.
+        batch_size: global batch, over all processes.
+        horizontal_flip: toss a fair coin for the mirror image; off: never.
+
+    Raises:
+        ValueError: an empty set or batch.
+    """
+
+    def __init__(self, num_items: int, batch_size: int, seed: int, *, horizontal_flip: bool = True) -> None:
+        if num_items < 1:
+            raise ValueError("data: no images to train on")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: {batch_size} is not positive")
+        self.num_items = num_items
+        self.batch_size = batch_size
+        self.seed = seed
+        self.horizontal_flip = horizontal_flip
+        self._permutations: dict[int, np.ndarray] = {}
+
+    def __call__(self, step: int) -> list[tuple[int, bool]]:
+        """(index, mirror) of every position of the global batch of a step, counted from 0."""
+        positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs, offsets = np.divmod(positions, self.num_items)
+        indices = np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in np.unique(epochs).tolist()])
+        mirrors = np.zeros(self.batch_size, dtype=bool)
+        if self.horizontal_flip:
+            mirrors = np.random.default_rng(hashed_seed(self.seed, "mirror", step)).random(self.batch_size) < 0.5
+        return list(zip(indices.tolist(), mirrors.tolist(), strict=True))
+
+    def batches(self, start: int, stop: int, part: slice) -> Iterator[list[tuple[int, bool]]]:
+        """One process's part of the batches of steps start .. stop - 1: a batch sampler for a DataLoader."""
+        for step in range(start, stop):
+            yield self(step)[part]
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._permutations:
+            self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
+            self._permutations[epoch] = np.random.default_rng(
+                hashed_seed(self.seed, "epoch", epoch)
+            ).permutation(self.num_items)  # fmt: skip
+        return self._permutations[epoch]
+
+
+class DrawsTimes(Protocol):
+    """A process that says how its training times are distributed."""
+
+    def sample_t(self, count: int, generator: torch.Generator) -> Tensor:
+        """Times (count,) on the generator's device."""
+        ...
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers of a step, or of a slice of its batch."""
+
+    dropped: Tensor
+    """Which labels are replaced by the null label, bool (N,)."""
+    t: Tensor
+    """Times of the process (N,)."""
+    noise: Tensor
+    """Noise of the process (N, C, H, W)."""
+    posterior: Tensor
+    """Noise of the VAE's posterior (N, C, H, W)."""
+
+    def part(self, rows: slice) -> Draws:
+        """The same for some rows of the batch."""
+        return Draws(self.dropped[rows], self.t[rows], self.noise[rows], self.posterior[rows])
+
+
+def draw(
+    seed: int,
+    step: int,
+    batch_size: int,
+    shape: tuple[int, int, int],
+    objective: DrawsTimes,
+    dropout: float,
+    device: torch.device | str,
+) -> Draws:
+    """The random numbers of the global batch of a step with latents of that (C, H, W), drawn on the device."""
+    generator = torch.Generator(device).manual_seed(hashed_seed(seed, "step", step))
+    return Draws(
+        dropped=torch.rand(batch_size, generator=generator, device=device) < dropout,
+        t=objective.sample_t(batch_size, generator),
+        noise=torch.randn(batch_size, *shape, generator=generator, device=device),
+        posterior=torch.randn(batch_size, *shape, generator=generator, device=device),
+    )

@@ -1,0 +1,350 @@
+"""The training loop: a run is a function of its configuration and seed, whatever happens to the machines."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from vcagen.checkpoints import latest_checkpoint
+from vcagen.config import CheckpointConfig, LogConfig, TrainConfig
+from vcagen.diffusion import GaussianDiffusion
+from vcagen.dit import DiT
+from vcagen.ema import EMA
+from vcagen.flow import LinearInterpolant
+from vcagen.latents import ImageDataset, LatentCodec, LatentDataset, keep
+from vcagen.meter import Meter
+from vcagen.steps import Draws, StepSampler, draw
+from vcagen.stop import GracefulStop
+from vcagen.training_state import load_checkpoint, prune_checkpoints, read_state, remove_leftovers, save_checkpoint
+
+__all__ = ["StepSampler", "Trainer", "local_part"]
+
+Network = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def local_part(batch_size: int, rank: int, world_size: int) -> slice:
+    """Positions of the global batch that a process works on.
+
+    Raises:
+        ValueError: the batch cannot be shared equally; names the process counts that can.
+    """
+    if batch_size % world_size:
+        valid = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+        raise ValueError(
+            f"train.batch_size: {batch_size} images cannot be shared by {world_size} processes; "
+            f"valid process counts: {', '.join(map(str, valid))}"
+        )
+    size = batch_size // world_size
+    return slice(rank * size, (rank + 1) * size)
+
+
+class Trainer:
+    """Trains a network on latents: step, EMA, log, checkpoint, resume, preview.
+
+    Args:
+        run: run folder.
+        network: on the CPU, with its initial weights.
+        objective: the process; its `losses` are what is minimised.
+        codec: samples latents from moments.
+        dataset: moments and labels.
+        settings, log, checkpoint: the sections of the configuration.
+        seed: of all steps.
+        metadata: goes into every weights file (`format`, `config`, `data`).
+        horizontal_flip, num_workers: of the data section.
+        preview: called on the main process with the averaged network and the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Path,
+        accelerator: Accelerator,
+        network: DiT,
+        objective: GaussianDiffusion | LinearInterpolant,
+        codec: LatentCodec,
+        dataset: LatentDataset | ImageDataset,
+        settings: TrainConfig,
+        log: LogConfig,
+        checkpoint: CheckpointConfig,
+        seed: int,
+        metadata: dict[str, Any],
+        horizontal_flip: bool = True,
+        num_workers: int = 0,
+        preview: Callable[[Network, int], None] | None = None,
+    ) -> None:
+        self.run = run
+        self.accelerator = accelerator
+        self.objective = objective
+        self.codec = codec
+        self.dataset = dataset
+        self.settings, self.log_settings, self.checkpoint_settings = settings, log, checkpoint
+        self.seed = seed
+        self.metadata = metadata
+        self.num_workers = 0 if dataset.needs_main_process else num_workers
+        self.preview = preview
+        self.device = accelerator.device
+        self.part = local_part(settings.batch_size, accelerator.process_index, accelerator.num_processes)
+        self.micro_batch = min(settings.micro_batch_size or settings.batch_size, self.part.stop - self.part.start)
+        if self.micro_batch < 1:
+            raise ValueError(f"train.micro_batch_size: {self.micro_batch} is not positive")
+        self.sampler = StepSampler(len(dataset), settings.batch_size, seed, horizontal_flip=horizontal_flip)
+        self.latent_shape = (dataset.spec.channels, dataset.spec.height, dataset.spec.width)
+
+        self.network = network.train()
+        self.model, self.optimizer = self._prepare(network)
+        self.emas = [EMA(network.parameters(), decay, warmup=settings.ema_warmup) for decay in settings.ema_decays]
+        self.step = 0
+        """Steps done."""
+        self.meter = Meter(accelerator, run / "metrics.jsonl")
+        self.grad_norm: Tensor | None = None
+        self.bad_step = torch.full((), math.inf, device=self.device)
+        """First step with a loss that is not finite, on the device."""
+
+    def _prepare(self, network: DiT) -> tuple[nn.Module, Any]:
+        """The network as it is called (autocast, DDP or FSDP, compiled), and its optimizer."""
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=self.settings.learning_rate,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        model = torch.compile(network) if self.settings.compile else network
+        model, wrapped = self.accelerator.prepare(model, optimizer)
+        return model, wrapped
+
+    # --- the loop ---
+
+    def fit(self) -> None:
+        """Train to the last step, from the newest checkpoint where there is one.
+
+        Returns early, after a checkpoint, when asked to stop by SIGTERM or Ctrl-C.
+
+        Raises:
+            ValueError: a loss that is not finite; nothing is saved then.
+        """
+        self.resume()
+        if self.step >= self.settings.steps:
+            self._say(f"{self.run}: has all its {self.settings.steps} steps; more by --train.steps")
+            return
+        self._warm_up()
+        with GracefulStop() as stop, self._progress() as bar:
+            self.meter.restart()
+            for moments, labels in self._loader():
+                self.train_step(moments, labels)
+                bar.update()
+                last = self.step == self.settings.steps
+                if self.step % self.log_settings.log_every == 0 or last:
+                    self._log(bar)
+                asked = stop.agreed()
+                if last or asked or self.step % self.checkpoint_settings.save_every == 0:
+                    self.save()
+                    self.meter.restart()
+                if self._preview_due(last):
+                    self._make_preview()
+                    self.meter.restart()
+                if asked and not last:
+                    self._say(f"stopped after step {self.step}, saved; the same command goes on")
+                    break
+
+    def train_step(self, moments: Tensor, labels: Tensor) -> None:
+        """One optimizer step on the local part of the global batch."""
+        k = self.step
+        draws = draw(
+            self.seed, k, self.settings.batch_size, self.latent_shape, self.objective,
+            self.network.class_dropout_prob, self.device,
+        ).part(self.part)  # fmt: skip
+        moments = moments.to(self.device, non_blocking=True)
+        labels = labels.to(self.device, non_blocking=True)
+        losses = self._backward(moments, labels, draws)
+        last = k + 1 == self.settings.steps
+        clip = self.settings.max_grad_norm
+        if clip is not None or (k + 1) % self.log_settings.log_every == 0 or last:
+            norm = self.accelerator.clip_grad_norm_(self.network.parameters(), math.inf if clip is None else clip)
+            self.grad_norm = norm.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for ema in self.emas:
+            ema.update(self.network.parameters(), k)
+        self.meter.add(losses, self.settings.batch_size)
+        finite = losses["loss"].isfinite()
+        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=k + 1))
+        self.step += 1
+
+    def _backward(self, moments: Tensor, labels: Tensor, draws: Draws) -> dict[str, Tensor]:
+        """Accumulate gradients of the mean loss over the micro-batches; returns sums over the local images."""
+        local = len(labels)
+        if (null_label := self.network.null_label) is not None:
+            labels = labels.masked_fill(draws.dropped, null_label)
+        sums: dict[str, Tensor] = {}
+        for start in range(0, local, self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            part = draws.part(rows)
+            x_start = self.codec.sample(moments[rows], part.posterior)
+            last = start + self.micro_batch >= local
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                losses = self.objective.losses(self.model, x_start, labels[rows], t=part.t, noise=part.noise)
+                self.accelerator.backward(losses["loss"].sum() / local)
+            for name, value in losses.items():
+                total = value.detach().sum()
+                sums[name] = sums[name] + total if name in sums else total
+        return sums
+
+    def _warm_up(self) -> None:
+        """With several processes: a backward pass that is thrown away.
+
+        DDP orders its buckets by the first backward pass, and the order decides how gradients are summed. After this,
+        all steps use the same order, also the first one after a resume.
+        """
+        if self.accelerator.num_processes == 1:
+            return
+        count = self.part.stop - self.part.start
+        draws = draw(0, 0, count, self.latent_shape, self.objective, 0.0, self.device)
+        labels = torch.zeros(count, dtype=torch.int64, device=self.device)
+        for _ in range(2):  # buckets are rebuilt at the start of the second pass
+            rows = slice(0, self.micro_batch)
+            losses = self.objective.losses(
+                self.model, draws.noise[rows], labels[rows], t=draws.t[rows], noise=draws.posterior[rows]
+            )
+            losses["loss"].sum().backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _loader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The local parts of the batches of the steps to come."""
+        return DataLoader(
+            self.dataset,  # type: ignore[arg-type]  # has what a map-style dataset needs
+            batch_sampler=_Batches(self.sampler, self.step, self.settings.steps, self.part),
+            collate_fn=keep,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda" and not self.dataset.needs_main_process,
+        )
+
+    # --- log ---
+
+    def _log(self, bar: tqdm[Any]) -> None:
+        """Write a line of metrics.jsonl with means since the last one. Waits for the device."""
+        self._check_finite()
+        line = self.meter.write(
+            self.step,
+            grad_norm=None if self.grad_norm is None else float(self.grad_norm),
+            learning_rate=self.settings.learning_rate,
+        )
+        bar.set_postfix(loss=f"{line['loss']:.4f}", images_per_s=f"{line['images_per_second']:.1f}")
+
+    def _progress(self) -> tqdm[Any]:
+        return tqdm(
+            total=self.settings.steps,
+            initial=self.step,
+            unit="step",
+            desc="train",
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+        )
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(text, file=sys.stderr)
+
+    # --- checkpoints ---
+
+    def _check_finite(self) -> None:
+        """Raise ValueError where a loss of any process was not finite. Waits for the device."""
+        bad = float(self.accelerator.gather(self.bad_step.reshape(1)).min())
+        if math.isfinite(bad):
+            newest = latest_checkpoint(self.run)
+            saved = "no checkpoint yet" if newest is None else f"the last checkpoint is {newest.name}"
+            raise ValueError(f"loss: not finite at step {int(bad)}; {saved}")
+
+    def _check_weights(self) -> None:
+        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.network.parameters()]))
+        finite = norms.isfinite().all().reshape(1).float()
+        if not bool(self.accelerator.gather(finite).all()):
+            raise ValueError(f"weights: not finite after step {self.step}; not saved")
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done, unless a loss was not finite."""
+        self._check_finite()
+        self._check_weights()
+        scaler = getattr(self.accelerator, "scaler", None)
+        state = {
+            "num_items": len(self.dataset),
+            "num_processes": self.accelerator.num_processes,
+            "meter": self.meter.state(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+        }
+        main = self.accelerator.is_main_process
+        save_checkpoint(
+            self.run, self.step, self.network, self.emas, self.optimizer.optimizer,
+            metadata=self.metadata, state=state, main=main,
+        )  # fmt: skip
+        if main:
+            prune_checkpoints(
+                self.run,
+                keep_last=self.checkpoint_settings.keep_last,
+                keep_every=self.checkpoint_settings.keep_every,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or start.
+
+        Raises:
+            ValueError: the data is not that of the checkpoint.
+        """
+        if self.accelerator.is_main_process:
+            remove_leftovers(self.run)
+        folder = latest_checkpoint(self.run)
+        if folder is not None:
+            state = read_state(folder)
+            if state["num_items"] != len(self.dataset):
+                raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
+            load_checkpoint(folder, self.network, self.emas, self.optimizer.optimizer)
+            self.step = state["step"]
+            if state["scaler"] is not None and (scaler := getattr(self.accelerator, "scaler", None)) is not None:
+                scaler.load_state_dict(state["scaler"])
+            self._say(f"{self.run}: going on from {folder.name}")
+            if state["num_processes"] != self.accelerator.num_processes:
+                self._say(
+                    f"{self.accelerator.num_processes} processes now, {state['num_processes']} before; "
+                    "batches, noise and times are the same"
+                )
+        self.meter.resume({"sums": {}, "images": 0} if folder is None else state["meter"], self.step)
+        self.accelerator.wait_for_everyone()
+
+    # --- preview ---
+
+    def _preview_due(self, last: bool) -> bool:
+        every = self.log_settings.preview_every
+        return every > 0 and (last or self.step % every == 0)
+
+    def _make_preview(self) -> None:
+        if self.accelerator.is_main_process and self.preview is not None:
+            names = [name for name, _ in self.network.named_parameters()]
+            averaged = dict(zip(names, self.emas[0].averages, strict=True))
+            self.network.eval()
+            self.preview(lambda x, t, y: torch.func.functional_call(self.network, averaged, (x, t, y)), self.step)
+            self.network.train()
+        self.accelerator.wait_for_everyone()
+
+
+class _Batches:
+    """Iterates anew each time, as a DataLoader expects of its batch sampler."""
+
+    def __init__(self, sampler: StepSampler, start: int, stop: int, part: slice) -> None:
+        self.sampler, self.start, self.stop, self.part = sampler, start, stop, part
+
+    def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
+        return self.sampler.batches(self.start, self.stop, self.part)
+
+    def __len__(self) -> int:
+        return self.stop - self.start

@@ -1,0 +1,196 @@
+"""Checkpoints of a training: everything that the next step depends on, in safetensors and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from vcagen.checkpoints import checkpoint_folder, list_checkpoints, save_weights
+from vcagen.config import Config
+from vcagen.ema import EMA
+from vcagen.files import atomic_file, atomic_folder, write_json
+
+MUTABLE = (
+    "log",
+    "checkpoint",
+    "sampling",
+    "codec",
+    "dry_run",
+    "data.path",
+    "data.num_workers",
+    "model.gradient_checkpointing",
+    "train.steps",
+    "train.micro_batch_size",
+    "train.compile",
+    "train.deterministic",
+)
+"""What may change when a run goes on. The data may have moved: its description is compared instead."""
+
+
+def claim_run(run: Path, config: Config) -> None:
+    """Write config.yaml into a new run folder, or check that the existing one is of the same run.
+
+    Raises:
+        ValueError: fields of the existing run that differ and may not, one by one.
+    """
+    path = run / "config.yaml"
+    ours = asdict(config)
+    if path.exists():
+        theirs = yaml.safe_load(path.read_text())
+        differences = [
+            f"{key}: {_at(theirs, key)!r} there, {_at(ours, key)!r} here"
+            for key in _leaves({**theirs, **ours})
+            if key != "run"
+            and not any(key == name or key.startswith(f"{name}.") for name in MUTABLE)
+            and _at(theirs, key) != _at(ours, key)
+        ]
+        if differences:
+            raise ValueError(f"{run}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
+    with atomic_file(path) as temporary:
+        temporary.write_text(yaml.safe_dump(_plain(ours), sort_keys=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _leaves(values: Mapping[str, Any], before: str = "") -> list[str]:
+    keys: list[str] = []
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and key != "attention_options"
+        keys += _leaves(value, f"{before}{key}.") if nested else [before + key]
+    return keys
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for key in dotted.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return _plain(values)
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    network: nn.Module,
+    emas: list[EMA],
+    optimizer: torch.optim.Optimizer,
+    *,
+    metadata: dict[str, Any],
+    state: dict[str, Any],
+    main: bool,
+) -> None:
+    """Write the checkpoint of a step whole or not at all. Every process calls it, the main one writes.
+
+    Args:
+        metadata: of the weights files; step and ema_decay are added.
+        state: what else the run needs, JSON-able.
+    """
+    names = [name for name, _ in network.named_parameters()]
+    raw = {name: _full(parameter) for name, parameter in network.named_parameters()}
+    averaged = [{name: _full(average) for name, average in zip(names, ema.averages, strict=True)} for ema in emas]
+    moments: dict[str, Any] = get_optimizer_state_dict(network, optimizer, options=_options())
+    if not main:
+        return
+    with atomic_folder(checkpoint_folder(run, step)) as folder:
+        save_weights(folder / "model.safetensors", raw, {**metadata, "step": step, "ema_decay": None})
+        for ema, weights in zip(emas, averaged, strict=True):
+            described = {**metadata, "step": step, "ema_decay": ema.decay}
+            save_weights(folder / f"ema_{ema.decay}.safetensors", weights, described)
+        tensors = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
+        save_weights(folder / "optimizer.safetensors", tensors, {"format": 1})
+        write_json(folder / "state.json", {"step": step, **state})
+    newest = checkpoint_folder(run, step) / f"ema_{emas[0].decay}.safetensors"
+    with atomic_file(run / "weights.safetensors", sync=False) as temporary:
+        try:
+            os.link(newest, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(newest, temporary)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return state
+
+
+def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer: torch.optim.Optimizer) -> None:
+    """Restore weights, averages and optimizer in place. Files are mapped, so a machine holds them once.
+
+    Raises:
+        ValueError: an average that the checkpoint does not have, or tensors that do not fit.
+    """
+    names = [name for name, _ in network.named_parameters()]
+    _copy(folder / "model.safetensors", names, list(network.parameters()))
+    for ema in emas:
+        path = folder / f"ema_{ema.decay}.safetensors"
+        if not path.exists():
+            raise ValueError(f"train.ema_decays: {folder} has no average with decay {ema.decay}")
+        _copy(path, names, ema.averages)
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    # The groups (learning rate, ...) are those of the configuration, the moments those of the file.
+    state = {**get_optimizer_state_dict(network, optimizer, options=_options()), **tensors}
+    set_optimizer_state_dict(network, optimizer, state, options=_options())
+
+
+def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete all checkpoints but the newest and those at multiples of `keep_every` (0: none)."""
+    checkpoints = list_checkpoints(run)
+    for step in list(checkpoints)[: -max(keep_last, 1)]:
+        if keep_every and step % keep_every == 0:
+            continue
+        # Renamed first: a deletion that is cut short must not leave something that looks complete.
+        doomed = checkpoints[step].with_name(f".{checkpoints[step].name}.0.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        checkpoints[step].rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def remove_leftovers(run: Path) -> None:
+    """Delete what a killed process left half-written."""
+    for path in [*run.glob(".*.tmp"), *(run / "checkpoints").glob(".*.tmp")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _options() -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _copy(path: Path, names: list[str], targets: list[Tensor]) -> None:
+    with safe_open(path, framework="pt") as file:
+        if missing := set(names) ^ set(file.keys()):
+            raise ValueError(f"{path}: {', '.join(sorted(missing)[:3])} missing or too many")
+        for name, target in zip(names, targets, strict=True):
+            value = file.get_tensor(name)
+            if isinstance(target, DTensor):
+                from torch.distributed.tensor import distribute_tensor
+
+                value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+            target.copy_(value)
