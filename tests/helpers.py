@@ -42,6 +42,17 @@ def reference_network():
     return model
 
 
+def draw(seed=0):
+    """A randn_like with a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def no_noise(x):
+    """A randn_like for tests of everything else."""
+    return torch.zeros_like(x)
+
+
 def python(*args, code=0, timeout=300, env=None, cwd=ROOT):
     """Run `python ARGS` in its own process, assert the exit code, and return (stdout, stderr)."""
     done = subprocess.run(
