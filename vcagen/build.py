@@ -47,11 +47,11 @@ def build_model(model: ModelConfig, objective: ObjectiveConfig, data: DataSpec) 
     Raises:
         ValueError: a size, attention or option that does not exist or does not fit the data.
     """
-    shape = parse_size(model.size)
-    for name in ("hidden_size", "depth", "num_heads", "patch_size"):
-        if (value := getattr(model, name)) is not None:
-            shape[name] = value
     try:
+        shape = parse_size(model.size)
+        for name in ("hidden_size", "depth", "num_heads", "patch_size"):
+            if (value := getattr(model, name)) is not None:
+                shape[name] = value
         return DiT(
             input_size=(data.height, data.width),
             in_channels=data.channels,

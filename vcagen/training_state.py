@@ -14,12 +14,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vcagen.checkpoints import checkpoint_folder, list_checkpoints, save_weights
 from vcagen.config import Config
@@ -106,7 +101,11 @@ def save_checkpoint(
     names = [name for name, _ in network.named_parameters()]
     raw = {name: _full(parameter) for name, parameter in network.named_parameters()}
     averaged = [{name: _full(average) for name, average in zip(names, ema.averages, strict=True)} for ema in emas]
-    moments: dict[str, Any] = get_optimizer_state_dict(network, optimizer, options=_options())
+    moments = {
+        f"{name}.{key}": _full(value)
+        for name, parameter in network.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
     if not main:
         return
     with atomic_folder(checkpoint_folder(run, step)) as folder:
@@ -114,8 +113,7 @@ def save_checkpoint(
         for ema, weights in zip(emas, averaged, strict=True):
             described = {**metadata, "step": step, "ema_decay": ema.decay}
             save_weights(folder / f"ema_{ema.decay}.safetensors", weights, described)
-        tensors = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
-        save_weights(folder / "optimizer.safetensors", tensors, {"format": 1})
+        save_weights(folder / "optimizer.safetensors", moments, {"format": 1})
         write_json(folder / "state.json", {"step": step, **state})
     newest = checkpoint_folder(run, step) / f"ema_{emas[0].decay}.safetensors"
     with atomic_file(run / "weights.safetensors", sync=False) as temporary:
@@ -144,11 +142,13 @@ def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer
         if not path.exists():
             raise ValueError(f"train.ema_decays: {folder} has no average with decay {ema.decay}")
         _copy(path, names, ema.averages)
-    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     # The groups (learning rate, ...) are those of the configuration, the moments those of the file.
-    state = {**get_optimizer_state_dict(network, optimizer, options=_options()), **tensors}
-    set_optimizer_state_dict(network, optimizer, state, options=_options())
+    parameters = dict(network.named_parameters())
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            owner, _, key = name.rpartition(".")
+            parameter = parameters[owner]
+            optimizer.state[parameter][key] = _placed(file.get_tensor(name), parameter).clone()
 
 
 def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
@@ -173,10 +173,6 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _options() -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
-
-
 def _full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -188,9 +184,12 @@ def _copy(path: Path, names: list[str], targets: list[Tensor]) -> None:
         if missing := set(names) ^ set(file.keys()):
             raise ValueError(f"{path}: {', '.join(sorted(missing)[:3])} missing or too many")
         for name, target in zip(names, targets, strict=True):
-            value = file.get_tensor(name)
-            if isinstance(target, DTensor):
-                from torch.distributed.tensor import distribute_tensor
+            target.copy_(_placed(file.get_tensor(name), target))
 
-                value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
-            target.copy_(value)
+
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    """On the device of `like`, and sharded as it is; the step counter of the optimizer is a scalar and is not."""
+    value = value.to(like.device)
+    if isinstance(like, DTensor) and value.ndim == like.ndim:
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    return value

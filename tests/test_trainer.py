@@ -1,0 +1,319 @@
+"""The training loop in one process: exact resume, EMA, accumulation, refusals."""
+
+import json
+import math
+
+import pytest
+import tiny
+import torch
+from accelerate.state import AcceleratorState
+
+from vcagen import build_training
+from vcagen.checkpoints import list_checkpoints, read_metadata
+from vcagen.ema import EMA
+from vcagen.latents import ImageDataset
+from vcagen.meter import truncate
+from vcagen.trainer import local_part
+from vcagen.training_state import prune_checkpoints, remove_leftovers
+
+
+@pytest.mark.parametrize("objective", ["flow", "diffusion"])
+def test_six_steps_are_three_and_three(tmp_path, objective):
+    tiny.train(tmp_path / "whole", objective__name=objective, log__log_every=2)
+    tiny.train(tmp_path / "parts", objective__name=objective, log__log_every=2, train__steps=3)
+    metrics_of_three = tiny.metrics(tmp_path / "parts")
+    trainer = tiny.train(tmp_path / "parts", objective__name=objective, log__log_every=2)
+    assert trainer.step == 6
+    assert tiny.same_state(tiny.state(tmp_path / "whole", 6), tiny.state(tmp_path / "parts", 6))
+    assert [line["step"] for line in metrics_of_three] == [2, 3]
+    ours, theirs = tiny.metrics(tmp_path / "parts"), tiny.metrics(tmp_path / "whole")
+    assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=1e-6)
+
+
+def test_a_stop_between_log_lines_loses_nothing(tmp_path):
+    """The checkpoint keeps the sums of the line that is not yet written."""
+    tiny.train(tmp_path / "whole", log__log_every=6)
+    trainer = build_training.build_trainer(tiny.config(tmp_path / "parts", log__log_every=6))
+    train_step = trainer.train_step
+
+    def then_ask(moments, labels):
+        train_step(moments, labels)
+        if trainer.step == 4:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.train_step = then_ask
+    trainer.fit()
+    assert list(list_checkpoints(tmp_path / "parts")) == [4]
+    tiny.train(tmp_path / "parts", log__log_every=6)
+    ours, theirs = tiny.metrics(tmp_path / "parts"), tiny.metrics(tmp_path / "whole")
+    assert [line["step"] for line in ours] == [6]
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-6)
+    assert tiny.same_state(tiny.state(tmp_path / "whole", 6), tiny.state(tmp_path / "parts", 6))
+
+
+def test_a_finished_run_stays_as_it_is_and_can_be_extended(tmp_path, capsys):
+    tiny.train(tmp_path, train__steps=2)
+    tiny.train(tmp_path, train__steps=2)
+    assert "has all its 2 steps" in capsys.readouterr().err
+    assert tiny.train(tmp_path, train__steps=3).step == 3
+
+
+def test_ema_is_the_formula(tmp_path):
+    trainer = build_training.build_trainer(
+        tiny.config(tmp_path, train__ema_decays=[0.9, 0.5], train__ema_warmup=True, train__steps=5)
+    )
+    weights = [[p.detach().clone() for p in trainer.network.parameters()]]
+    step = trainer.train_step
+
+    def record(moments, labels):
+        step(moments, labels)
+        weights.append([p.detach().clone() for p in trainer.network.parameters()])
+
+    trainer.train_step = record
+    trainer.fit()
+    for ema, limit in zip(trainer.emas, (0.9, 0.5), strict=True):
+        for index, average in enumerate(ema.averages):
+            expected = weights[0][index].double()
+            for k in range(5):
+                decay = min(limit, (1 + k) / (10 + k))
+                expected = decay * expected + (1 - decay) * weights[k + 1][index].double()
+            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
+    files = {file.name for file in (tmp_path / "checkpoints/step_0000005").iterdir()}
+    assert {"ema_0.9.safetensors", "ema_0.5.safetensors"} < files
+
+
+def test_ema_without_warmup_starts_as_the_initial_weights():
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    ema = EMA([parameter], 0.75)
+    with torch.no_grad():
+        parameter.add_(4)
+    ema.update([parameter], 0)
+    assert ema.averages[0].tolist() == [2.0, 3.0]
+    with pytest.raises(ValueError, match=r"ema_decays: 1\.0"):
+        EMA([parameter], 1.0)
+
+
+def test_first_loss_of_a_new_network_is_the_power_of_the_noise(tmp_path):
+    tiny.train(tmp_path, objective__name="diffusion", train__batch_size=512, train__steps=1)
+    assert tiny.metrics(tmp_path)[0]["mse"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_loss_falls_on_one_fixed_batch(tmp_path, monkeypatch):
+    from vcagen import trainer as module
+
+    draw = module.draw
+    monkeypatch.setattr(module, "draw", lambda seed, step, *rest: draw(seed, 0, *rest))
+    monkeypatch.setattr(module.StepSampler, "__call__", lambda self, step: [(i, False) for i in range(8)])
+    tiny.train(tmp_path, train__steps=60)
+    losses = [line["loss"] for line in tiny.metrics(tmp_path)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_accumulation_gives_the_same_run(tmp_path):
+    tiny.train(tmp_path / "whole")
+    tiny.train(tmp_path / "micro", train__micro_batch_size=3)
+    for ours, theirs in zip(tiny.metrics(tmp_path / "micro"), tiny.metrics(tmp_path / "whole"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_gradient_checkpointing_and_log_interval_change_nothing(tmp_path):
+    tiny.train(tmp_path / "a")
+    tiny.train(tmp_path / "b", model__gradient_checkpointing=True, log__log_every=4)
+    assert tiny.same_state(tiny.state(tmp_path / "a", 6), tiny.state(tmp_path / "b", 6))
+    assert [line["step"] for line in tiny.metrics(tmp_path / "b")] == [4, 6]
+
+
+def test_clipping_limits_the_step_and_reports_the_norm_before(tmp_path):
+    tiny.train(tmp_path / "free")
+    trainer = build_training.build_trainer(tiny.config(tmp_path / "clipped", train__max_grad_norm=1e-3))
+    norms = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (
+        norms.append(torch.stack([p.grad.norm() for p in trainer.network.parameters() if p.grad is not None]).norm()),
+        step(),
+    )
+    trainer.fit()
+    assert all(norm <= 1.01e-3 for norm in norms)
+    assert tiny.metrics(tmp_path / "clipped")[0]["grad_norm"] == tiny.metrics(tmp_path / "free")[0]["grad_norm"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
+    read = ImageDataset.__getitems__
+    calls = []
+
+    def poisoned(self, items):
+        calls.append(items)
+        moments, labels = read(self, items)
+        return (moments * math.nan if len(calls) == 4 else moments), labels
+
+    monkeypatch.setattr(ImageDataset, "__getitems__", poisoned)
+    with pytest.raises(ValueError, match="loss: not finite at step 4; the last checkpoint is step_0000003"):
+        tiny.train(tmp_path, checkpoint__save_every=3, log__log_every=100)
+    assert list(list_checkpoints(tmp_path)) == [3]
+    assert all(value.isfinite().all() for value in tiny.state(tmp_path, 3).values())
+    monkeypatch.undo()
+    assert tiny.train(tmp_path, checkpoint__save_every=3).step == 6
+
+
+def test_another_configuration_is_refused_by_field(tmp_path):
+    tiny.train(tmp_path, train__steps=1)
+    with pytest.raises(ValueError, match=r"seed: 0 there, 1 here") as error:
+        tiny.train(tmp_path, seed=1, train__learning_rate=0.5, log__log_every=3)
+    assert "train.learning_rate: 0.01 there, 0.5 here" in str(error.value)
+    assert "log_every" not in str(error.value).split("may change")[0]
+    with pytest.raises(ValueError, match=r"attention_options"):
+        tiny.train(tmp_path, model__attention_options={"contrast_grid": [4, 4]})
+    assert tiny.train(tmp_path, checkpoint__keep_last=1, train__steps=2).step == 2
+
+
+def test_other_data_is_refused(tmp_path):
+    tiny.train(tmp_path / "run", train__steps=1)
+    from PIL import Image
+
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / "1.png")
+    with pytest.raises(ValueError, match=r"data: not that of .*num_classes: 2, not 10"):
+        tiny.train(
+            tmp_path / "run", data__path=str(tmp_path / "images"), data__from_images=True,
+            data__images__image_size=8, codec__vae="identity",
+        )  # fmt: skip
+
+
+def test_weights_carry_what_sampling_needs(tmp_path):
+    tiny.train(tmp_path)
+    for file in (tmp_path / "weights.safetensors", tmp_path / "checkpoints/step_0000006/ema_0.9.safetensors"):
+        metadata = read_metadata(file)
+        assert metadata["step"] == 6
+        assert metadata["ema_decay"] == 0.9
+        assert metadata["config"]["model"]["attention"] == "vca"
+        assert metadata["data"]["num_classes"] == 10
+        assert len(metadata["data"]["class_names"]) == 10
+    assert (tmp_path / "config.yaml").exists()
+
+
+def test_old_checkpoints_go_and_leftovers_too(tmp_path):
+    tiny.train(tmp_path, checkpoint__save_every=1, checkpoint__keep_last=2, checkpoint__keep_every=2)
+    assert list(list_checkpoints(tmp_path)) == [2, 4, 5, 6]
+    left = tmp_path / "checkpoints" / ".step_0000007.123.tmp"
+    left.mkdir()
+    (tmp_path / ".config.yaml.5.tmp").write_text("half")
+    remove_leftovers(tmp_path)
+    assert not left.exists()
+    assert not (tmp_path / ".config.yaml.5.tmp").exists()
+    prune_checkpoints(tmp_path, keep_last=1, keep_every=0)
+    assert list(list_checkpoints(tmp_path)) == [6]
+
+
+def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    truncate(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate takes one precision a process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def test_bf16_trains_and_keeps_float32_weights(tmp_path, fresh_accelerate):
+    trainer = tiny.train(tmp_path, train__precision="bf16")
+    assert all(p.dtype == torch.float32 for p in trainer.network.parameters())
+    AcceleratorState._reset_state(True)
+    tiny.train(tmp_path / "float32")
+    ours, theirs = tiny.metrics(tmp_path)[-1]["loss"], tiny.metrics(tmp_path / "float32")[-1]["loss"]
+    assert ours != theirs
+    assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_previews_are_grids_of_fixed_seeds(tmp_path):
+    options = {"log__preview_every": 2, "log__preview_images": 4, "sampling__sampler": "ode",
+               "sampling__method": "euler", "sampling__num_steps": 2}  # fmt: skip
+    tiny.train(tmp_path / "with", **options)
+    from PIL import Image
+
+    previews = sorted(path.name for path in (tmp_path / "with" / "previews").iterdir())
+    assert previews == ["step_0000002.png", "step_0000004.png", "step_0000006.png"]
+    assert Image.open(tmp_path / "with" / "previews" / previews[0]).size == (68, 68)
+    tiny.train(tmp_path / "without")
+    assert tiny.same_state(tiny.state(tmp_path / "with", 6), tiny.state(tmp_path / "without", 6))
+
+
+def test_fine_tuning_takes_weights_and_a_new_label_table(tmp_path, capsys):
+    tiny.train(tmp_path / "first")
+    before = tiny.state(tmp_path / "first", 6)
+    same = build_training.build_trainer(tiny.config(tmp_path / "same", init=str(tmp_path / "first")))
+    for name, value in same.network.state_dict().items():
+        assert value.equal(before["ema_0.9.safetensors", name])
+    without_null = tiny.config(tmp_path / "other", init=str(tmp_path / "first" / "weights.safetensors"),
+                               model__class_dropout_prob=0.0)  # fmt: skip
+    other = build_training.build_trainer(without_null)
+    assert "has 11 labels, this network 10: the label table is new" in capsys.readouterr().err
+    assert other.network.y_embedder.embedding_table.num_embeddings == 10
+    with pytest.raises(ValueError, match=r"weights: blocks\.1\..* missing"):
+        build_training.build_trainer(tiny.config(tmp_path / "deep", init=str(tmp_path / "first"), model__depth=2))
+
+
+def test_one_class_without_dropout_trains(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "images").mkdir()
+    for index in range(3):
+        Image.new("RGB", (8, 8), (80 * index, 0, 0)).save(tmp_path / "images" / f"{index}.png")
+    trainer = tiny.train(
+        tmp_path / "run", data__path=str(tmp_path / "images"), data__from_images=True, data__images__image_size=8,
+        codec__vae="identity", model__class_dropout_prob=0.0,
+    )  # fmt: skip
+    assert trainer.network.null_label is None
+    assert trainer.network.num_classes == 1
+
+
+def test_the_dry_run_plans_and_writes_nothing(tmp_path):
+    text = build_training.describe_training(tiny.config(tmp_path / "run", train__micro_batch_size=2))
+    assert "1797 images of 10 classes" in text
+    assert "8 = 1 processes x 8, in parts of 2" in text
+    assert "19.7 bytes a parameter" in text  # 20, but for the position table
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_are_shared_equally():
+    assert local_part(8, 1, 4) == slice(2, 4)
+    with pytest.raises(ValueError, match="8 images cannot be shared by 3 processes; valid process counts: 1, 2, 4, 8"):
+        local_part(8, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("train__steps", 0, "train.steps: 0"),
+        ("log__log_every", 0, "log.log_every: 0"),
+        ("train__ema_decays", [], "train.ema_decays: empty"),
+        ("train__ema_decays", [1.5], "train.ema_decays: 1.5"),
+        ("train__micro_batch_size", -1, "train.micro_batch_size: -1"),
+        ("model__size", "S/3", "model.size: 'S/3'"),
+        ("model__attention", "mha", "model.attention: 'mha'"),
+        ("data__path", "nowhere", "nowhere: not a folder of latents"),
+        ("init", "nowhere.pt", "nowhere.pt"),
+        ("log__preview_images", 0, "log.preview_images: 0"),
+    ],
+)
+def test_bad_values_are_named(tmp_path, option, value, message):
+    with pytest.raises((ValueError, OSError), match=message.replace("[", r"\[")):
+        tiny.train(tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_state_json_is_complete(tmp_path):
+    tiny.train(tmp_path)
+    state = json.loads((tmp_path / "checkpoints/step_0000006/state.json").read_text())
+    assert state["step"] == 6
+    assert state["num_items"] == 1797
+    assert state["num_processes"] == 1
