@@ -179,7 +179,7 @@ def _identity(channels: int) -> dict[str, Any]:
 
 
 def _unavailable(vae: str, error: Exception) -> ValueError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ValueError(
         f"{vae}: this VAE cannot be loaded ({reason}); name another hub name or local folder of a diffusers "
         "AutoencoderKL by codec.vae or --vae"

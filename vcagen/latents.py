@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from vcagen.codec import DEFAULT_VAE, LatentCodec, NonFiniteError
 from vcagen.config import CodecConfig, DataConfig
@@ -216,11 +216,14 @@ class LatentDataset(Dataset[tuple[Tensor, int]]):
 
     def __getitems__(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
         """Moments (N, M, h, w) in the storage type, and labels int64 (N,)."""
-        out = np.empty((len(items), *self._moments[0].shape[2:]), np.int16)
+        out = torch.empty((len(items), *self._moments[0].shape[2:]), dtype=torch.int16)
+        if get_worker_info() is not None:
+            out.share_memory_()  # saves a copy on the way to the main process
+        rows = out.numpy()
         for row, (index, mirror) in enumerate(items):
             shard, offset = divmod(index, self._shard_size)
-            out[row] = self._moments[shard][offset, int(mirror)]
-        return torch.from_numpy(out).view(self.dtype), self.labels[[index for index, _ in items]]
+            rows[row] = self._moments[shard][offset, int(mirror)]
+        return out.view(self.dtype), self.labels[[index for index, _ in items]]
 
     def names(self) -> list[str]:
         """Source paths relative to the image folder, in order."""
