@@ -120,7 +120,7 @@ class GaussianDiffusion:
         x_start = self.x_start_from_noise(noise, x_t, t)
         mean = self._at("mean_of_x_start", t, x_t) * x_start + self._at("mean_of_x_t", t, x_t) * x_t
         low, high = self._at("min_log_variance", t, x_t), self._at("max_log_variance", t, x_t)
-        log_variance = (fraction + 1) * ((high - low) / 2) + low
+        log_variance = fraction * ((high - low) / 2) + (high + low) / 2
         return Gaussian(mean, log_variance, x_start)
 
     def sample_t(

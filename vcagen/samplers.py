@@ -143,7 +143,7 @@ def ddpm_sample(
     x, watch = noise, Watch(progress)
     for i in reversed(range(num_steps)):
         p = process.p_mean_variance(_call(predict, x, process.timesteps[i]), x, i)
-        x = p.mean if i == 0 else p.mean + (0.5 * p.log_variance).exp() * randn_like(x)
+        x = p.mean if i == 0 else torch.addcmul(p.mean, (0.5 * p.log_variance).exp(), randn_like(x))
         watch.step(x)
     watch.finish()
     return x
