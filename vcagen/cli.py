@@ -41,8 +41,10 @@ class Parser(ArgumentParser):
             )
             return f"{name}: unknown option" + (f"; did you mean {near[0]}?" if near else "")
         message = re.sub(r'^Parser key "([\w.]+)":', r"\1:", message.strip())
-        if given := re.search(r"Given value: (.*)", message):
+        if given := re.search(r"(?:Given|Got) value: (.*)", message):
             kinds = re.findall(r"<class '(\w+)'>", message.split("Subtypes:")[-1].split("]")[0])
+            if "Literal[" in message:
+                kinds = re.findall(r"'([\w+-]+)'", message.split("Literal[")[1].split("]")[0])
             kinds = ["null" if kind == "NoneType" else kind for kind in kinds]
             key = message.split(":", 1)[0]
             return f"{key}: expected {' or '.join(kinds) or 'another type'}, got {given.group(1)!r}"

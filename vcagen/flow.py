@@ -45,7 +45,7 @@ class LinearInterpolant:
             return 1 - t
         if form == "decreasing":
             return 0.25 * (torch.cos(math.pi * t) + 1) ** 2
-        if form == "increasing-decreasing":
+        if form in ("increasing-decreasing", "inccreasing-decreasing"):  # the second is the public code's spelling
             return torch.sin(math.pi * t) ** 2
         raise ValueError(f"diffusion_form: {form}; choose from {', '.join(DIFFUSION_FORMS)}")
 

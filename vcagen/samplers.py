@@ -285,7 +285,7 @@ def sde_sample(
     *,
     num_steps: int,
     diffusion_form: str = "sigma",
-    last_step: str = "Mean",
+    last_step: str | None = "Mean",
     last_step_size: float = 0.04,
     randn_like: RandnLike,
     progress: Progress | None = None,
@@ -307,6 +307,7 @@ def sde_sample(
     Raises:
         ValueError: unknown form or last step; sizes out of range; NonFiniteError for a state that is not finite.
     """
+    last_step = last_step or "none"
     if last_step not in LAST_STEPS:
         raise ValueError(f"last_step: {last_step}; choose from {', '.join(LAST_STEPS)}")
     if num_steps < 1:

@@ -1,0 +1,152 @@
+"""Command lines: one-line errors, help, YAML, and the list of jobs."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from helpers import ROOT, python, user_error
+
+from vcagen import cli
+from vcagen.__main__ import JOBS
+from vcagen.config import Config, EncodeConfig, SampleConfig, from_dict
+from vcagen.tables import nested
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Inner options."""
+
+    width: int = 3
+    """Width of it."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What the command does."""
+
+    name: str
+    """Name of it."""
+    inner: Inner = field(default_factory=Inner)
+    rate: float | None = None
+    """Rate of it."""
+    kind: Literal["a", "b"] = "a"
+    """Kind of it."""
+
+    def __post_init__(self):
+        if self.rate is not None and self.rate < 0:
+            raise ValueError(f"rate: {self.rate} is negative")
+
+
+def parse(*args, positional=None):
+    return cli.parse(Outer, args, prog="x", positional=positional)
+
+
+def test_values_come_from_defaults_yaml_and_arguments_in_this_order(tmp_path):
+    assert parse("--name", "a") == Outer("a")
+    file = tmp_path / "c.yaml"
+    file.write_text("name: b\ninner: {width: 5}\nrate: 1e-3\n")
+    assert parse("--config", str(file)) == Outer("b", Inner(5), 0.001)
+    assert parse("--config", str(file), "--inner.width=7", "--rate", "2") == Outer("b", Inner(7), 2.0)
+    assert parse("c", positional="name") == Outer("c")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--name", "a", "--iner.width", "3"], r"^iner\.width: unknown option; did you mean inner\.width\?$"),
+        (["--name", "a", "--inner.widht=3"], r"^inner\.widht: unknown option; did you mean inner\.width\?$"),
+        (["--name", "a", "--inner.width", "x"], r"^inner\.width: expected int, got 'x'$"),
+        (["--name", "a", "--rate", "x"], r"^rate: expected float or null, got 'x'$"),
+        (["--name", "a", "--kind", "c"], r"^kind: expected a or b, got 'c'$"),
+        (["--nam", "a"], r"unknown option|required"),
+        (["--name", "a", "--config", "nowhere.yaml"], r"nowhere\.yaml"),
+        ([], r"name"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_option(args, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(*args)
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_mistakes_are_named_too(tmp_path):
+    file = tmp_path / "c.yaml"
+    for text, message in (("name: a\ninner: {widht: 5}", "inner.widht: unknown option"), ("nmae: a", "nmae"),
+                          ("a: [", "c.yaml|config"), ("name: a\nrate: -1", "rate: -1.0 is negative")):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message) as error:
+            parse("--config", str(file))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("config", [Config, SampleConfig, EncodeConfig])
+def test_every_field_is_documented_in_help(config, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.parse(config, ["--help"], prog="x")
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert (config.__doc__ or "").split(".")[0] in text
+    for name, described in (("--seed", "Seed"), ("--codec.precision", "Precision of the VAE")):
+        if name in text:
+            assert described in text
+
+
+def test_print_config_round_trips(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        cli.parse(Config, ["--run", "r", "--model.size", "B/4", "--print_config"], prog="x")
+    file = tmp_path / "c.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert cli.parse(Config, ["--config", str(file)], prog="x") == from_dict(
+        Config, {"run": "r", **nested({"model.size": "B/4"})}
+    )
+
+
+@pytest.mark.parametrize("name", ["quickstart", "dit", "sit"])
+def test_recipes_parse(name):
+    config = cli.parse(Config, ["--config", str(ROOT / "configs" / f"{name}.yaml")], prog="x")
+    if name != "quickstart":
+        paper = Config("x")
+        assert config.train == paper.train
+        assert (config.train.steps, config.train.batch_size, config.train.learning_rate) == (400_000, 256, 1e-4)
+        assert config.train.ema_decays == [0.9999]
+
+
+def test_from_dict_names_what_is_wrong():
+    with pytest.raises(ValueError, match=r"model\.sise: unknown option; did you mean model\.size\?"):
+        from_dict(Config, {"run": "r", "model": {"sise": "S/2"}})
+    with pytest.raises(ValueError, match="run"):
+        from_dict(Config, {})
+
+
+def test_the_jobs_are_listed(capsys):
+    from vcagen import __main__
+
+    __main__.main([])
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and job.help in text for name, job in JOBS.items())
+    with pytest.raises(ValueError, match="encod: unknown job; choose from"):
+        __main__.main(["encod"])
+
+
+@pytest.mark.parametrize("name", sorted(JOBS))
+def test_every_job_has_help(name, capsys):
+    with pytest.raises(SystemExit) if name != "bench" else _nothing():
+        JOBS[name].main(["--help"])
+    assert "usage" in capsys.readouterr().out
+
+
+def _nothing():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_exit_codes():
+    assert "nonsense: unknown job" in user_error("-m", "vcagen", "nonsense")
+    python("-c", "from vcagen import cli\ndef f(): raise KeyboardInterrupt\ncli.run(f)", code=130)
+    _, stderr = python("-c", "from vcagen import cli\ndef f(): 1 / 0\ncli.run(f)", code=1)
+    assert "ZeroDivisionError" in stderr
+    _, stderr = python(
+        "-c", "from vcagen import cli\ndef f(): raise ValueError('a\\nb')\ncli.run(f)", code=2, env={"RANK": "0"}
+    )
+    assert stderr == "error: a b\n"

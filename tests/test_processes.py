@@ -1,0 +1,168 @@
+"""Training in real processes: several of them, killed, stopped, and resumed with other counts."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+from helpers import ENV, ROOT, python, torchrun, user_error
+
+pytestmark = pytest.mark.slow
+
+
+def state_of(run, step):
+    return json.loads((run / "checkpoints" / f"step_{step:07d}" / "state.json").read_text())
+
+
+def launch(num_processes, arguments, **options):
+    """Start a training and return its process (a session of its own, so that all of it can be killed)."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", "--"]
+    return subprocess.Popen(
+        [sys.executable, *(start if num_processes > 1 else []), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV, cwd=ROOT, start_new_session=True, **options,
+    )  # fmt: skip
+
+
+def losses(run):
+    return [line["loss"] for line in tiny.metrics(run)]
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_processes_resume_bit_for_bit_and_agree_with_one(tmp_path, num_processes):
+    def command(run, steps):
+        return tiny.arguments(tmp_path / run, train__steps=steps)
+
+    torchrun(num_processes, *command("whole", 6))
+    torchrun(num_processes, *command("parts", 3))
+    torchrun(num_processes, *command("parts", 6))
+    assert state_of(tmp_path / "whole", 6)["num_processes"] == num_processes
+    assert tiny.same_state(tiny.state(tmp_path / "whole", 6), tiny.state(tmp_path / "parts", 6))
+    tiny.train(tmp_path / "one")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_another_process_count_goes_on_with_the_same_data(tmp_path):
+    torchrun(2, *tiny.arguments(tmp_path / "run", train__steps=2))
+    _, stderr = python(*tiny.arguments(tmp_path / "run", train__steps=4))
+    assert "1 processes now, 2 before" in stderr
+    _, stderr = torchrun(4, *tiny.arguments(tmp_path / "run", train__steps=6))
+    assert "4 processes now, 1 before" in stderr
+    tiny.train(tmp_path / "one")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    done = launch(3, tiny.arguments(tmp_path / "run", train__steps=9))
+    _, stderr = done.communicate(timeout=120)
+    assert done.returncode != 0
+    assert "8 images cannot be shared by 3 processes; valid process counts: 1, 2, 4, 8" in stderr
+    assert "Traceback" not in stderr.split("error:")[0]
+
+
+def test_the_launcher_changes_nothing(tmp_path):
+    torchrun(1, *tiny.arguments(tmp_path / "launched"))
+    python(*tiny.arguments(tmp_path / "plain"))
+    assert tiny.same_state(tiny.state(tmp_path / "launched", 6), tiny.state(tmp_path / "plain", 6))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_zero(tmp_path, num_processes, number):
+    run = tmp_path / "run"
+    process = launch(num_processes, tiny.arguments(run, train__steps=100_000))
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(tiny.metrics(run)) > 3, process)
+    workers = children(process.pid) if num_processes > 1 else [process.pid]
+    assert len(workers) == num_processes
+    for pid in workers[:1]:  # one rank hears of it, all stop
+        os.kill(pid, number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "saved; the same command goes on" in stderr
+    (step,) = [int(path.name[5:]) for path in (run / "checkpoints").iterdir()]
+    assert state_of(run, step)["num_processes"] == num_processes
+    assert f"stopped after step {step}" in stderr
+
+
+def test_twenty_kills_change_nothing(tmp_path):
+    steps = 400
+    options = {"train__steps": steps, "checkpoint__save_every": 5, "checkpoint__keep_last": 3}
+    tiny.train(tmp_path / "whole", **options)
+    generator = random.Random(0)
+    for _ in range(20):
+        process = launch(1, tiny.arguments(tmp_path / "run", **options))
+        if wait_for_progress(process):
+            time.sleep(generator.uniform(0.0, 0.4))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    tiny.train(tmp_path / "run", **options)
+    assert tiny.same_state(tiny.state(tmp_path / "whole", steps), tiny.state(tmp_path / "run", steps))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    assert not list((tmp_path / "run").rglob(".*.tmp"))
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys\n"
+        "from vcagen import build_training, trainer\n"
+        "step = trainer.Trainer.train_step\n"
+        "def fail(self, *batch):\n"
+        "    if os.environ['RANK'] == '1' and self.step == 3: raise RuntimeError('broken')\n"
+        "    step(self, *batch)\n"
+        "trainer.Trainer.train_step = fail\n"
+        "sys.path.insert(0, 'tests')\n"
+        "import tiny\n"
+        f"tiny.train(__import__('pathlib').Path({str(tmp_path / 'run')!r}), train__steps=1000)\n"
+    )
+    process = launch(2, [str(script)])
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 30
+
+
+def test_mistakes_are_one_line_and_exit_two(tmp_path):
+    assert "train.stepss: unknown option; did you mean train.steps?" in user_error(
+        *tiny.arguments(tmp_path / "run"), "--train.stepss=3"
+    )
+    assert not (tmp_path / "run").exists()
+    python(*tiny.arguments(tmp_path / "run", train__steps=1))
+    assert "seed: 0 there, 7 here" in user_error(*tiny.arguments(tmp_path / "run"), "--seed=7")
+
+
+def test_compiled_training(tmp_path):
+    python(*tiny.arguments(tmp_path / "compiled"), "--train.compile=true")
+    tiny.train(tmp_path / "plain")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-3)
+    assert tiny.state(tmp_path / "compiled", 6).keys() == tiny.state(tmp_path / "plain", 6).keys()
+
+
+def children(pid):
+    """Process ids of the workers of a launcher."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "train.py"], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def wait_for_progress(process):
+    """Read the progress bar until steps are made; False where the process ended first."""
+    text = ""
+    while part := process.stderr.read(100):
+        text += part
+        if "step/s" in text or "s/step" in text:
+            return True
+    return False
+
+
+def wait_for(ready, process, timeout=120.0):
+    """Poll until `ready()`; False where the process ended first."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if ready():
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    raise TimeoutError
