@@ -119,7 +119,9 @@ def test_frechet_reports_its_parts():
     assert parts.trace_a == pytest.approx(cov.trace().item())
     assert parts.trace_b == pytest.approx(4 * cov.trace().item())
     assert parts.trace_cross == pytest.approx(2 * cov.trace().item())
-    assert parts.min_eig == pytest.approx(torch.linalg.eigvalsh(cov)[0].item())
+    assert parts.min_eig == pytest.approx(torch.linalg.eigvalsh(cov)[0].item(), rel=0.05)
+    singular = torch.diag(torch.tensor([4.0, 1, 0]))
+    assert frechet_distance(mean[:3], singular, mean[:3], singular).min_eig == 0
 
 
 def inception_score(logits, chunk=5000, batches=(64,)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,30 +28,41 @@ class Frechet(NamedTuple):
     trace_cross: float
     """tr sqrt(A B)"""
     min_eig: float
-    """The smallest eigenvalue met; those negative or within rounding of 0 are taken as 0."""
+    """About the smallest eigenvalue met; those negative or within rounding of 0 are taken as 0."""
 
 
 def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> Frechet:
     """Frechet distance of two Gaussians with means (D,) and covariances (D, D), in float64.
 
-    tr sqrt(A B) is the sum of the singular values of sqrt(A)^T sqrt(B), which stays exact for singular A and B, where
-    a matrix square root of the product does not.
+    With A = R R^T and B = S S^T, tr sqrt(A B) is the sum of the singular values of R^T S. This stays exact for singular
+    A and B, where a matrix square root of the product does not, and is several times faster.
     """
-    root_a, min_a = _root(cov_a)
-    root_b, min_b = _root(cov_b)
+    root_a, min_a = _root(cov_a.double())
+    root_b, min_b = _root(cov_b.double())
     mean_term = (mean_a.double() - mean_b.double()).square().sum().item()
     trace_a, trace_b = cov_a.double().trace().item(), cov_b.double().trace().item()
-    cross = torch.linalg.svdvals(root_a.T @ root_b).sum().item()
+    cross = float(np.linalg.svd((root_a.T @ root_b).numpy(), compute_uv=False).sum())  # numpy: faster than torch's
     distance = mean_term + trace_a + trace_b - 2 * cross
     return Frechet(distance, mean_term, trace_a, trace_b, cross, min(min_a, min_b))
 
 
 def _root(cov: Tensor) -> tuple[Tensor, float]:
-    """R with R R^T = cov, and the smallest eigenvalue of cov."""
-    cov = cov.double()
-    values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
-    rounding = len(values) * torch.finfo(torch.float64).eps * values[-1]  # below it an eigenvalue is noise
+    """R with R R^T = cov, and about the smallest eigenvalue: by Cholesky, or where cov is singular by eigh."""
+    cov = (cov + cov.T) / 2
+    rounding = len(cov) * torch.finfo(torch.float64).eps * cov.diagonal().amax()  # what is below is noise
+    factor, failed = torch.linalg.cholesky_ex(cov)
+    if not failed and factor.diagonal().square().amin() > rounding:
+        return factor, _smallest_eigenvalue(factor)
+    values, vectors = torch.linalg.eigh(cov)
     return vectors * values.where(values > rounding, 0).sqrt(), values[0].item()
+
+
+def _smallest_eigenvalue(factor: Tensor) -> float:
+    """Smallest eigenvalue, from above, of the matrix with this Cholesky factor: inverse iteration."""
+    x = torch.ones(len(factor), 1, dtype=factor.dtype)
+    for _ in range(5):
+        x = torch.cholesky_solve(x / x.norm(), factor)
+    return 1 / x.norm().item()
 
 
 class InceptionScore:
