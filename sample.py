@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vcagen import cli
-from vcagen.config import SampleConfig
+from vcagen.config import SampleConfig, SamplingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from vcagen.build import Run
+    from vcagen.generate import LabelRule
+    from vcagen.metrics.evaluate import Evaluator
+    from vcagen.store import SampleStore
 
 
 def main() -> None:
@@ -21,20 +30,22 @@ def main() -> None:
         raise ValueError("run: give one of --run FOLDER and --checkpoint FILE")
 
     import torch
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
     from vcagen.build import build_accelerator, build_sampler, load_run
     from vcagen.files import write_json
     from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
     from vcagen.store import SampleStore
 
-    accelerator = build_accelerator()
+    # The other processes wait while the first measures a reference, which may take longer than the usual ten minutes.
+    accelerator = build_accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
+    torch.backends.cudnn.allow_tf32 = False  # the VAE in full float32
     device, main_process = accelerator.device, accelerator.is_main_process
     run = load_run(
         source, weights=config.weights, step=config.step, objective=config.objective, vae=config.vae, device=device
     )
     settings = resolve_sampling(config, run.config.sampling, run.config.objective.name)
-    labels = LabelRule(settings.labels, run.data.num_classes, run.data.class_names)
+    labels = LabelRule(settings.labels or "random", run.data.num_classes, run.data.class_names)
     network = torch.compile(run.model, dynamic=False) if config.compile else run.model
     sample = build_sampler(
         network, run.objective, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
@@ -42,7 +53,7 @@ def main() -> None:
     decode = partial(run.codec.decode, batch=config.decode_batch or config.batch)
     store = SampleStore(
         config.out or default_folder(config, settings, run.step),
-        settings.num_images,
+        settings.num_images or 0,
         config.batch,
         image_shape=run.image_shape,
         settings=pixel_settings(config, settings, run, labels),
@@ -56,7 +67,7 @@ def main() -> None:
         return
     if settings.cfg_scale == 0 and main_process:
         print("note: cfg_scale 0 ignores the labels: the samples are unconditional", file=sys.stderr)
-    decode(torch.zeros(1, *run.latent_shape, device=device))  # so that a missing VAE is known before the work
+    run.codec.verify()  # a VAE that cannot be had is told now, not after the first sample
 
     scores, no_scores = open_scores(config, settings, store, device, main_process)
     if main_process:
@@ -90,19 +101,18 @@ def main() -> None:
         raise ValueError(no_scores)
 
 
-def default_folder(config: SampleConfig, settings: Any, step: int | None) -> Path:
+def default_folder(config: SampleConfig, settings: SamplingConfig, step: int | None) -> Path:
     """samples/ in the run, or here for a weights file, and a folder named by what is most often changed."""
-    parent, name = (Path(config.run), f"step_{step:07d}") if config.run else (Path(), Path(config.checkpoint).stem)
+    if config.run:
+        parent, name = Path(config.run), f"step_{step:07d}"
+    else:
+        parent, name = Path(), Path(config.checkpoint or "").stem
     name += f"_{config.weights}" if config.weights else ""
-    steps = settings.num_steps or settings.method
-    return (
-        parent
-        / "samples"
-        / f"{name}_{settings.sampler}_{steps}_cfg{settings.cfg_scale}_seed{config.seed}_n{settings.num_images}"
-    )
+    name += f"_{settings.sampler}_{settings.num_steps or settings.method}_cfg{settings.cfg_scale}"
+    return parent / "samples" / f"{name}_seed{config.seed}_n{settings.num_images}"
 
 
-def pixel_settings(config: SampleConfig, settings: Any, run: Any, labels: Any) -> dict[str, Any]:
+def pixel_settings(config: SampleConfig, settings: SamplingConfig, run: Run, labels: LabelRule) -> dict[str, Any]:
     """What decides the pixels besides the number of images and the batch: the rest of manifest.json."""
     values = asdict(settings)
     for name in ("num_images", "reference", "extractor"):
@@ -121,7 +131,9 @@ def pixel_settings(config: SampleConfig, settings: Any, run: Any, labels: Any) -
     }
 
 
-def open_scores(config: SampleConfig, settings: Any, store: Any, device: Any, main_process: bool) -> tuple[Any, str]:
+def open_scores(
+    config: SampleConfig, settings: SamplingConfig, store: SampleStore, device: torch.device, main_process: bool
+) -> tuple[Evaluator | None, str]:
     """The evaluator, or None and why there is none though a reference was given: images are made all the same.
 
     Raises:
@@ -136,7 +148,7 @@ def open_scores(config: SampleConfig, settings: Any, store: Any, device: Any, ma
             raise ValueError("png: without png, npz and reference nothing would be kept")
         return None, ""
     try:
-        extractor = load_extractor(settings.extractor, weights=config.inception_weights, device=device)
+        extractor = load_extractor(settings.extractor or "inception", weights=config.inception_weights, device=device)
     except ValueError as error:
         if config.inception_weights is not None or not store.keeps_images:
             raise
@@ -149,7 +161,7 @@ def open_scores(config: SampleConfig, settings: Any, store: Any, device: Any, ma
     return scores, ""
 
 
-def facts(config: SampleConfig, settings: Any, run: Any, world_size: int) -> dict[str, Any]:
+def facts(config: SampleConfig, settings: SamplingConfig, run: Run, world_size: int) -> dict[str, Any]:
     """What results.json says about how the images were made (PROTOCOL 3.6)."""
     sampler = {name: value for name, value in asdict(settings).items() if value is not None}
     for name in ("reference", "extractor", "num_images"):
