@@ -260,8 +260,8 @@ def test_preview_and_grey_images(tmp_path):
     store.finish()
     assert Image.open(tmp_path / "images" / "000000.png").mode == "L"
     preview = np.asarray(Image.open(tmp_path / "preview.png"))
-    assert preview.shape == (30, 30)
-    assert (preview[11:19, 21:29] == store.read([5])[0, 0].numpy()).all()
+    assert preview.shape == (102, 102)  # 3 x 3 images of 8 x 8, enlarged 4 times, in frames
+    assert (preview[35:67:4, 69:101:4] == store.read([5])[0, 0].numpy()).all()
 
 
 class Collected:

@@ -89,7 +89,7 @@ def test_images_scores_and_records(tmp_path, objective, capsys):
     assert list(files(out)) == [f"{i:06d}.png" for i in range(10)]
     with np.load(out / "samples.npz") as archive:
         assert (archive["arr_0"] == pixels(out)).all()
-    assert Image.open(out / "preview.png").size == (30, 30)
+    assert Image.open(out / "preview.png").size == (102, 102)
     manifest = json.loads((out / "manifest.json").read_text())
     expected = {
         "num_images": 10,
