@@ -16,6 +16,10 @@ def main() -> None:
         return
     trainer = build_training.build_trainer(config)
     trainer.fit()
+    if trainer.accelerator.is_main_process:
+        from vcagen.plots import plot_losses
+
+        plot_losses(trainer.run)
 
 
 if __name__ == "__main__":

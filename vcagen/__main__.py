@@ -96,28 +96,79 @@ def cost(args: list[str]) -> None:
     """Parameters and multiply-adds."""
     from vcagen import cli
     from vcagen.config import Config, CostConfig
-    from vcagen.tables import Row, load_table
+    from vcagen.tables import Latents, Row, load_table
 
     config = cli.parse(CostConfig, args, prog="python -m vcagen cost", positional="table")
 
     from vcagen.build import build_cost
+    from vcagen.build_report import data_spec
     from vcagen.cost import cost_table
     from vcagen.files import write_json
-    from vcagen.latents import DataSpec
 
-    size = config.latent_size
-    data = DataSpec(config.channels, size, size, config.num_classes, (), 8 * size, {})
     if config.table is None:
         name = f"{config.objective.name} {config.model.size} {config.model.attention}"
-        title, rows = "", [(Row(name, "", {}, {}), Config("", model=config.model, objective=config.objective))]
+        title, latents = "", Latents()
+        rows = [(Row(name, "", {}, {}), Config("", model=config.model, objective=config.objective))]
     else:
         table = load_table(config.table)
-        title, rows = table.title, [(row, row.config()) for row in table.rows]
+        title, latents, rows = table.title, table.latents, [(row, row.config()) for row in table.rows]
+    data = data_spec(
+        Latents(
+            config.channels or latents.channels,
+            config.latent_size or latents.size,
+            config.num_classes or latents.num_classes,
+        )
+    )
     costs = [(row, build_cost(c.model, c.objective, data)) for row, c in rows]
     text, values = cost_table(title, costs)
     print(text)
     if config.json:
         write_json(config.json, values)
+
+
+def report(args: list[str]) -> None:
+    """Report a table or a run."""
+    from pathlib import Path
+
+    from vcagen import cli
+    from vcagen.config import ReportConfig
+    from vcagen.tables import load_table
+
+    config = cli.parse(ReportConfig, args, prog="python -m vcagen report", positional="source")
+    table = None if Path(config.source).is_dir() else load_table(config.source)
+
+    from vcagen.build_report import report_run, report_table
+
+    if table is None:
+        out = config.out or config.source
+        text = report_run(config.source, config.out)
+    else:
+        out = config.out or f"{config.runs}/report"
+        text = report_table(table, Path(config.source).stem, config.runs, out)
+    print(text)
+    print(f"report: {out}", file=sys.stderr)
+
+
+def experiment(args: list[str]) -> None:
+    """Train, sample and report all runs of a table."""
+    from pathlib import Path
+
+    from vcagen import cli
+    from vcagen.config import ExperimentConfig
+    from vcagen.tables import load_table
+
+    config = cli.parse(ExperimentConfig, args, prog="python -m vcagen experiment", positional="table")
+    given = {"train.steps": config.steps, "sampling.num_images": config.num_images}
+    options = {key: value for key, value in given.items() if value is not None}
+    table = load_table(config.table, seeds=config.seeds, options=options)
+
+    from vcagen.build_report import report_table
+    from vcagen.experiment import run_experiment
+
+    run_experiment(table, config.runs, jobs=config.jobs)
+    out = config.out or f"{config.runs}/report"
+    print(report_table(table, Path(config.table).stem, config.runs, out))
+    print(f"report: {out}", file=sys.stderr)
 
 
 def bench(args: list[str]) -> None:
@@ -159,6 +210,8 @@ def export(args: list[str]) -> None:
 JOBS: dict[str, Job] = {
     "encode": Job("images to latent shards, once, before training", encode),
     "cost": Job("parameters and multiply-adds, of a table of the paper or of one network", cost),
+    "experiment": Job("train, sample and report all runs of a table, such as configs/miniature.yaml", experiment),
+    "report": Job("a table of the paper with our scores beside the published ones, or one run", report),
     "bench": Job("speed of a part, each against a yardstick in the same run", bench),
     "stats": Job("reference statistics of real images", stats),
     "evaluate": Job("FID, sFID, IS, precision and recall of a folder or .npz of samples", evaluate),
@@ -176,7 +229,7 @@ def main(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m vcagen JOB [options]\n\njobs:")
         for name, job in JOBS.items():
-            print(f"  {name:<10}{job.help}")
+            print(f"  {name:<12}{job.help}")
         print("\npython -m vcagen JOB --help shows the options. Training and sampling: train.py and sample.py.")
         return
     if args[0] not in JOBS:

@@ -318,14 +318,53 @@ class CostConfig:
     """Table file, such as configs/table2.yaml; its rows are printed beside the published numbers."""
     model: ModelConfig = field(default_factory=ModelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    channels: int = 4
-    """Latent channels."""
-    latent_size: int = 32
-    """Latent height and width."""
-    num_classes: int = 1000
-    """Classes."""
+    channels: int | None = None
+    """Latent channels. Default: the table's, else 4."""
+    latent_size: int | None = None
+    """Latent height and width. Default: the table's, else 32."""
+    num_classes: int | None = None
+    """Classes. Default: the table's, else 1000."""
     json: str | None = None
     """Also write the rows to this file."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Report a table, published numbers beside ours, or one run.
+
+    python -m vcagen report configs/table2.yaml --runs runs/table2 --out report
+    python -m vcagen report runs/quickstart
+    """
+
+    source: str
+    """Table file, such as configs/table2.yaml, or a run folder."""
+    runs: str = "runs"
+    """Folder below which the table's run folders are."""
+    out: str | None = None
+    """Folder of the files. Default: report/ in the folder of the runs, or the run folder."""
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """Train, sample and report all runs of a table. The same command again does what is missing.
+
+    python -m vcagen experiment configs/miniature.yaml --runs runs/miniature --jobs 2
+    """
+
+    table: str
+    """Table file, such as configs/miniature.yaml."""
+    runs: str = "runs"
+    """Folder below which the table's run folders are."""
+    out: str | None = None
+    """Folder of the report. Default: report/ in the folder of the runs."""
+    jobs: int = 1
+    """Runs at a time; from 2 on each has one thread, the fastest way for tiny networks on a CPU."""
+    seeds: int | None = None
+    """Only so many of the table's seeds. Default: all."""
+    steps: int | None = None
+    """Training steps, for a trial. Default: the table's."""
+    num_images: int | None = None
+    """Images to sample, for a trial. Default: the table's."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +382,11 @@ class ExtractorConfig:
     num_workers: int = 4
     """Decoding threads."""
 
+    def __post_init__(self) -> None:
+        for name in ("batch", "image_size", "num_workers"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: {value}; needs at least 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatsConfig(ExtractorConfig):
@@ -352,6 +396,11 @@ class StatsConfig(ExtractorConfig):
     """Image folder, .npz of images (statistics stored in it are kept), or digits."""
     out: str = "reference.npz"
     """File of the statistics."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.out.endswith(".npz"):
+            raise ValueError(f"out: {self.out}; must end in .npz")
 
 
 @dataclass(frozen=True, kw_only=True)
