@@ -349,6 +349,10 @@ def test_mistakes_in_the_command_line(tmp_path):
     rgb = write_pngs(tmp_path / "rgb", random_pictures(4, 8))
     with pytest.raises(ValueError, match="reference"):
         main(["evaluate", rgb, "--extractor", "pixels"])
+    with pytest.raises(ValueError, match="batch: 0; needs at least 1"):
+        main(["evaluate", rgb, "--extractor", "pixels", "--reference", "digits", "--batch", "0"])
+    with pytest.raises(ValueError, match=r"out: ref\.pt; must end in \.npz"):
+        main(["stats", "digits", "--extractor", "pixels", "--out", "ref.pt"])
     with pytest.raises(ValueError, match=r"its images have 1 channel\(s\) of 8 x 8 pixels, the samples 3"):
         main(["evaluate", rgb, "--extractor", "pixels", "--reference", "digits"])
     with pytest.raises(ValueError, match="no such folder"):

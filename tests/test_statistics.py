@@ -177,7 +177,7 @@ def test_our_statistics_come_back_equal(tmp_path):
     reference = open_reference("digits", extractor, progress=False)
     save_statistics(tmp_path / "ref.npz", reference, extractor)
     again = open_reference(str(tmp_path / "ref.npz"), extractor)
-    assert again.kind == "statistics"
+    assert (reference.kind, again.kind) == ("digits", "statistics")
     for name in ("mean", "cov"):
         assert torch.equal(getattr(again.pool, name), getattr(reference.pool, name))
     assert torch.equal(again.rows, reference.rows)
@@ -233,6 +233,15 @@ def test_stored_statistics_are_used_as_they_are(tmp_path):
     assert abs(frechet_distance(*samples, *single.pool).distance) < 0.01
 
 
+def test_our_statistics_of_a_stored_reference_are_still_that_reference(tmp_path):
+    extractor = PixelFeatures()
+    stored = open_reference(adm_statistics(tmp_path / "adm.npz"), extractor)
+    save_statistics(tmp_path / "ours.npz", stored, extractor)
+    again = open_reference(str(tmp_path / "ours.npz"), extractor)
+    assert (again.kind, again.count) == ("npz", None)
+    assert torch.equal(again.pool.cov, stored.pool.cov)
+
+
 def test_images_beside_stored_statistics_serve_precision_and_recall_only(tmp_path):
     images = random_pictures(9, 8, channels=1).permute(0, 2, 3, 1).numpy()
     path = adm_statistics(tmp_path / "adm.npz", arr_0=images)
@@ -266,6 +275,9 @@ def test_statistics_of_another_size_are_not_inceptions(tmp_path, inception_weigh
 
 
 def test_no_reference(tmp_path):
+    image_folder(tmp_path / "one", {"a": 1})
+    with pytest.raises(ValueError, match=r"reference: .*one: 1 image; statistics need at least 2"):
+        open_reference(str(tmp_path / "one"), PixelFeatures(), progress=False)
     with pytest.raises(ValueError, match=r"reference: .*absent: no such file or folder"):
         open_reference(str(tmp_path / "absent"), PixelFeatures())
     (tmp_path / "text.txt").write_text("x")

@@ -111,7 +111,7 @@ def open_images(path: str, *, image_size: int | None = None, num_workers: int = 
         if pixels.shape != first.shape:
             raise ValueError(
                 f"{file}: {pixels.shape[2]} x {pixels.shape[1]} pixels, the first image has {shape[2]} x {shape[1]}; "
-                "crop all to one size with --image_size"
+                "crop all to one size: python -m vcagen stats FOLDER --image_size SIDE"
             )
         return pixels
 

@@ -135,7 +135,7 @@ class Reference:
     """Statistics of real images."""
 
     kind: str
-    """npz (stored statistics, as ADM's), folder, digits, images (npz without statistics) or statistics (ours)"""
+    """npz (ADM's stored statistics, or ours made of them), folder, digits, images (npz of them) or statistics (ours)"""
     path: str
     pool: Gaussian
     spatial: Gaussian | None = None
@@ -194,6 +194,8 @@ def open_reference(
     elif path != "digits" and not Path(path).is_dir():
         raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
     source = open_images(path, image_size=image_size, num_workers=num_workers)
+    if source.count < 2:
+        raise ValueError(f"reference: {path}: {source.count} image; statistics need at least 2")
     refuse_other_shape(path, source.shape, shape)
     keep = 0 if not rows else source.count if source.kind == "npz" else min(source.count, REFERENCE_ROWS)
     statistics = measure(source, extractor, batch, keep, progress)
@@ -214,7 +216,10 @@ def refuse_other_shape(path: str, found: Sequence[int] | None, samples: Sequence
     """Raise ValueError when the reference at `path` has images of another (C, H, W) than the samples."""
     if found is not None and samples is not None and tuple(found) != tuple(samples):
         theirs, ours = (f"{c} channel(s) of {h} x {w} pixels" for c, h, w in (found, samples))
-        raise ValueError(f"reference: {path}: its images have {theirs}, the samples {ours}")
+        raise ValueError(
+            f"reference: {path}: its images have {theirs}, the samples {ours}; a folder is cropped by "
+            "python -m vcagen stats FOLDER --image_size SIDE"
+        )
 
 
 def measure(
@@ -286,7 +291,7 @@ def _stored(
             raise ValueError(f"reference: {path}: made by {identity}, but the samples are seen by {extractor.identity}")
         refuse_other_shape(path, shape, expected)
         return Reference(
-            kind="statistics",
+            kind="npz" if meta["source"]["kind"] == "npz" else "statistics",
             path=path,
             pool=pool,
             spatial=spatial,
