@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,6 +137,18 @@ def test_few_and_identical_images(digits):
     for count in (0, 1):
         with pytest.raises(ValueError, match=f"num_images: {count}; scores need at least 2"):
             Evaluator(PixelFeatures(), digits, count)
+
+
+def test_references_that_do_not_fit_are_refused_before_any_work(digits):
+    evaluator = Evaluator(PixelFeatures(), digits, 50_000)
+    evaluator.check_shape((1, 8, 8))
+    with pytest.raises(
+        ValueError, match=r"reference: digits: its images have 1 channel\(s\) of 8 x 8 pixels, the samples 3"
+    ):
+        evaluator.check_shape((3, 8, 8))
+    foreign = Evaluator(PixelFeatures(), replace(digits, path="adm.npz", shape=None), 50_000)
+    with pytest.raises(ValueError, match=r"reference: adm\.npz: 64 features, the samples have 192"):
+        foreign.check_shape((3, 8, 8))
 
 
 # --- chunks in any order, from several processes, over several runs

@@ -74,11 +74,15 @@ class Evaluator:
         """Refuse images of the shape (C, H, W) that the extractor or the reference is not for; call before sampling.
 
         Raises:
-            ValueError: wrong number of channels, or another size than the reference's.
+            ValueError: wrong number of channels, or another size or number of features than the reference's.
         """
         self.extractor.check_shape(shape, path)
         if self.reference is not None:
             refuse_other_shape(self.reference.path, self.reference.shape, shape)
+        if self.reference is not None and self._shape != shape:
+            found = self.extractor(torch.zeros(1, *shape, dtype=torch.uint8)).pool.shape[1]
+            if found != (size := len(self.reference.pool.mean)):
+                raise ValueError(f"reference: {self.reference.path}: {size} features, the samples have {found}")
         self._shape = shape
 
     def update(self, images: Tensor, index: Sequence[int] | Tensor) -> None:
@@ -163,7 +167,7 @@ class Evaluator:
         to what is there.
 
         Raises:
-            ValueError: an image without features, or a reference of another size.
+            ValueError: an image without features.
         """
         reference = self.reference
         assert reference is not None, "this process has no reference"
@@ -173,13 +177,7 @@ class Evaluator:
         if statistics.taken != self.count:
             raise ValueError(f"features of {self.count - statistics.taken} of {self.count} images are missing")
         shape = self._shape or reference.shape
-        known_weights = self.extractor.name == "pixels" or self.extractor.record()["name"] != "UNKNOWN"
-        pool = statistics.pool.gaussian()
-        if len(pool.mean) != len(reference.pool.mean):
-            raise ValueError(
-                f"reference: {reference.path}: {len(reference.pool.mean)} features, the samples have {len(pool.mean)}"
-            )
-        frechet = frechet_distance(*pool, *reference.pool)
+        frechet = frechet_distance(*statistics.pool.gaussian(), *reference.pool)
         name = count_name(self.count)
         pixels = self.extractor.name == "pixels"
         metrics = {f"{'fd_pixels' if pixels else 'fid'}_{name}": frechet.distance}
@@ -202,7 +200,7 @@ class Evaluator:
             "samples": {"sha256_of_stream": statistics.images_sha256, **facts.pop("samples", {})},
             **facts,
             "frechet": frechet._asdict(),
-            "warnings": self._warnings(known_weights) + facts.get("warnings", []),
+            "warnings": self._warnings() + facts.get("warnings", []),
             "wall_s": time.monotonic() - self._started,
         }
 
@@ -243,13 +241,13 @@ class Evaluator:
             "dtype": "float32",
         }
 
-    def _warnings(self, known_weights: bool) -> list[str]:
+    def _warnings(self) -> list[str]:
         """What makes these scores less than comparable."""
         reference, statistics = self.reference, self._statistics
         assert reference is not None
         found = []
         inception = self.extractor.name == "inception"
-        if not known_weights:
+        if self.extractor.record()["name"] == "UNKNOWN":
             found.append("the Inception weights are UNKNOWN (their SHA-256 is not 6726825d...): not comparable")
         if inception and self.count != 50_000:
             found.append(f"{self.count} images: compare only with scores of as many; FID falls with their number")
