@@ -168,6 +168,9 @@ def test_loading_is_strict_and_names_what_differs():
             "out_channels": 8
         },
         r"blocks\.2.*missing.*depth": {"depth": 3},
+        r"x_embedder.*\(16, 4, 2, 2\) in the file, \(16, 4, 1, 1\).*patch size": {
+            "patch_size": 1, "input_size": 4, "out_channels": 8,
+        },
         r"missing.*another attention": {"attention": "vca", "attention_options": {"contrast_grid": (2, 2)}},
     }  # fmt: skip
     for message, options in cases.items():

@@ -192,6 +192,20 @@ def test_resume_makes_only_what_is_missing(tmp_path):
     assert a_store(tmp_path / "b").missing() == []
 
 
+def test_a_run_killed_at_any_point_of_its_preparation_is_known_again(tmp_path):
+    (tmp_path / ".manifest.json.7.tmp").write_text("{")
+    a_store(tmp_path, npz=True).prepare()
+    generate(a_store(tmp_path, npz=True), [0, 1])
+    (tmp_path / ".samples.rows").unlink()
+    store = a_store(tmp_path, npz=True)
+    store.prepare()
+    assert store.missing() == [0, 1, 2]  # marks without rows would be black images
+    generate(store)
+    store.finish()
+    with np.load(tmp_path / "samples.npz") as archive:
+        assert (torch.from_numpy(archive["arr_0"]).permute(0, 3, 1, 2) == store.read(range(10))).all()
+
+
 @pytest.mark.parametrize("content", [b"", b"\x89PNG", b"garbage of some length beyond the end marker"])
 def test_damaged_pngs_are_missing(tmp_path, content):
     store = a_store(tmp_path)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, python, torchrun, user_error
+from helpers import ROOT, python, tiny_vae, torchrun, user_error
 from PIL import Image
 
 from vcagen import checkpoints
@@ -27,15 +27,16 @@ from vcagen.latents import DataSpec
 SETTINGS = ("--num_images", "10", "--batch", "4", "--num_steps", "5")
 
 
-def tiny_run(folder, objective="diffusion", *, width=16, dropout=0.1, sampling=None, nan=False):
-    """A run folder as train.py leaves it, of random weights on 8 x 8 RGB pixels of cats, dogs and eels."""
-    data = DataSpec.of(LatentCodec("identity").description(), 8, ["cat", "dog", "eel"])
+def tiny_run(folder, objective="diffusion", *, width=16, dropout=0.1, sampling=None, nan=False, vae="identity"):
+    """A run folder as train.py leaves it, of random weights on 8 x 8 latents of cats, dogs and eels."""
+    codec = LatentCodec(str(vae))
+    data = DataSpec.of(codec.description(), 8 * codec.downsample, ["cat", "dog", "eel"])
     config = Config(
         run=str(folder),
         model=ModelConfig(size="S/2", hidden_size=width, depth=1, class_dropout_prob=dropout,
                           num_heads=2 if width < 384 else None),
         objective=ObjectiveConfig(name=objective),
-        codec=CodecConfig(vae="identity"),
+        codec=CodecConfig(vae=str(vae)),
         sampling=sampling or SamplingConfig(),
     )  # fmt: skip
     model = build_model(config.model, config.objective, data)
@@ -168,6 +169,23 @@ def test_the_runs_own_settings_and_folder_are_the_default(tmp_path):
     (out,) = (run / "samples").iterdir()
     assert out.name == "step_0000010_ode_4_cfg1.0_seed0_n3"
     assert len(files(out)) == 3
+
+
+def test_the_vae_is_found_where_it_is_now_and_no_other_is_taken(tmp_path):
+    tiny_vae(tmp_path / "vae")
+    run = tiny_run(tmp_path / "run", vae=tmp_path / "vae")
+    sample("--run", run, "--out", tmp_path / "a", *SETTINGS, "--npz", "true")
+    scale = LatentCodec(str(tmp_path / "vae")).downsample
+    assert pixels(tmp_path / "a").shape == (10, 8 * scale, 8 * scale, 3)
+    (tmp_path / "vae").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="this VAE cannot be loaded"):
+        sample("--run", run, "--out", tmp_path / "b", *SETTINGS)
+    tiny_vae(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="another VAE"):
+        sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "other")
+    assert not (tmp_path / "b").exists()
+    sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "moved", "--decode_batch", 4)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_public_files_sample_as_ours(tmp_path):

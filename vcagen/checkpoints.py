@@ -186,9 +186,11 @@ def load_into(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         raise ValueError(f"weights: {_few(missing)} missing{_likely(missing[0])}")
     if extra := [key for key in state if key not in wanted]:
         raise ValueError(f"weights: {_few(extra)} not in the network{_likely(extra[0])}")
+    patch = "x_embedder.proj.weight"
     for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
-        if key in wanted and state[key].shape[0] == 2 * wanted[key].shape[0]:
-            positions = state["x_embedder.proj.weight"].shape[-1] ** 2
+        same_patch = key in wanted and wanted[patch].shape == state[patch].shape
+        if same_patch and state[key].shape[0] == 2 * wanted[key].shape[0]:
+            positions = wanted[patch].shape[-1] ** 2
             halves = state[key].reshape(positions, 2, -1, *state[key].shape[1:])  # (p * p, half, channel, D)
             state[key] = halves[:, 0].flatten(0, 1)
     _check_shapes(wanted, state)

@@ -96,8 +96,10 @@ class SampleStore:
                         f"{field}: {self.folder} was made with {before.get(field)!r}, now {now.get(field)!r}; "
                         "repeat the settings or choose another --out"
                     )
-        elif self.folder.exists() and any(self.folder.iterdir()):
+        elif self.folder.exists() and any(file.suffix != ".tmp" for file in self.folder.iterdir()):
             raise ValueError(f"out: {self.folder} is not empty and has no manifest.json; choose another folder")
+        else:  # before anything else is there, so that a run killed here is known again
+            write_json(path, self.manifest)
         self._images.mkdir(parents=True, exist_ok=True)
         foreign = []
         for file in self._images.iterdir():
@@ -108,14 +110,12 @@ class SampleStore:
         if foreign:
             listed = ", ".join(sorted(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
             raise ValueError(f"{self._images}: {len(foreign)} files that are not of this run: {listed}")
-        if not path.exists():
-            write_json(path, self.manifest)
         if self.npz and not self.npz.exists():
-            for file, size in (
-                (self._rows, self.num_images * math.prod(self.image_shape)),
-                (self._done, self.num_images),
-            ):
-                if not file.exists() or file.stat().st_size != size:
+            sizes = {self._rows: self.num_images * math.prod(self.image_shape), self._done: self.num_images}
+            if any(not file.exists() or file.stat().st_size != size for file, size in sizes.items()):
+                for file in reversed(sizes):  # no marks without their rows
+                    file.unlink(missing_ok=True)
+                for file, size in sizes.items():
                     with file.open("wb") as new:
                         new.truncate(size)
 
