@@ -1,0 +1,354 @@
+"""Reports from run folders made by hand: the right numbers, and marks on what is not comparable."""
+
+import csv
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from helpers import ROOT
+from PIL import Image
+
+from vcagen.__main__ import main
+from vcagen.build_report import DigitAccuracy, report_table
+from vcagen.cost import Cost
+from vcagen.generate import SeededNoise
+from vcagen.images import load_digits
+from vcagen.metrics.classifier import DigitClassifier
+from vcagen.plots import plot_losses
+from vcagen.report import compare, differing_options, table_text, table_values
+from vcagen.runs import read_run
+from vcagen.tables import load_table
+
+SHA = {name: name * 16 for name in ("ref1", "ref2", "inc1", "vae1", "vae2")}
+SCORES = {"dit": 70.5, "dit-vca": 65.25, "sit": 60.0, "sit-vca": 61.5}
+ROWS = [
+    {"name": "DiT", "run": "dit", "set": {"objective.name": "diffusion"},
+     "published": {"params": 33.1, "gflops": 0.4, "fid": 68.0}},
+    {"name": "DiT + VCA", "run": "dit-vca", "baseline": "DiT",
+     "set": {"objective.name": "diffusion", "model.attention": "vca"},
+     "published": {"params": 33.7, "gflops": 0.4, "fid": 63.0}, "note": "a note of the row"},
+    {"name": "SiT", "run": "sit", "set": {"objective.name": "flow"}, "published": {"fid": 57.0}},
+    {"name": "SiT + VCA", "run": "sit-vca", "baseline": "SiT",
+     "set": {"objective.name": "flow", "model.attention": "vca"}, "published": {"fid": 53.0}},
+]  # fmt: skip
+
+
+def write_table(folder, rows=ROWS, **more):
+    content = {"title": "A table", "set": {"model.size": "S/8"}, "rows": rows, **more}
+    path = folder / "table.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def result(fid, objective="diffusion", **changes):
+    """results.json as sample.py writes it, with dotted changes; None removes."""
+    sampler = {"sampler": "ddpm"} if objective == "diffusion" else {"sampler": "sde", "diffusion_form": "sigma"}
+    values = {
+        "metrics": {"fid_50k": fid, "is_mean": 20.0},
+        "n_samples": 50_000,
+        "reference": {"kind": "npz", "path": "ref.npz", "stats_sha256": SHA["ref1"]},
+        "weights": {"name": "inception-2015-12-05", "sha256": SHA["inc1"]},
+        "extractor": {"name": "inception"},
+        "sampling": {"num_images": 50_000, "seed": 0, "step": 400_000, "ema_decay": 0.9999, "vae": SHA["vae1"],
+                     "num_steps": 250, "cfg_scale": 1.0, "labels": "random", "precision": "no", **sampler},
+        "warnings": ["a warning"],
+    }  # fmt: skip
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        inner = values
+        for parent in parents:
+            inner = inner[parent]
+        inner[last] = value
+        if value is None:
+            del inner[last]
+    return values
+
+
+def write_run(folder, config, results, rates=(100.0, 128.0, 512.0)):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    lines = [{"step": 100 * (i + 1), "loss": 1 / (i + 1), "mse": 0.5 / (i + 1), "grad_norm": None,
+              "images_per_second": rate} for i, rate in enumerate(rates)]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, values in results.items():
+        samples = folder / "samples" / name
+        samples.mkdir(parents=True)
+        (samples / "results.json").write_text(json.dumps(values))
+
+
+def make(folder, *, rows=ROWS, changes=None, **more):
+    """A table with a run for each row; `changes` are those of some rows' results."""
+    path = write_table(folder, rows, **more)
+    for row in load_table(path).rows:
+        config = row.config()
+        values = result(SCORES[row.run], config.objective.name, **(changes or {}).get(row.run, {}))
+        write_run(folder / "runs" / row.run, config, {"a": values})
+    return path
+
+
+def report(folder, path):
+    text = report_table(load_table(path), "table", folder / "runs", folder / "out")
+    values = json.loads((folder / "out" / "table.json").read_text())
+    return text, {row["name"]: row for row in values["rows"]}
+
+
+def compared(folder, path):
+    table = load_table(path)
+    runs = [[read_run(run, seed) for seed, run in table.runs(row, folder / "runs").items()] for row in table.rows]
+    return compare(table, [Cost(1, 1)] * len(table.rows), runs)
+
+
+def by_name(lines):
+    return {row["name"]: row for row in table_values("T", lines)["rows"]}
+
+
+def test_numbers_of_a_complete_table(tmp_path, capsys):
+    path = make(tmp_path)
+    main(["report", str(path), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert printed.strip() == text.strip()
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "table.json").read_text())["rows"]}
+    assert [row["score"] for row in rows.values()] == list(SCORES.values())
+    assert rows["DiT + VCA"]["difference"] == -5.25
+    assert rows["SiT + VCA"]["difference"] == 1.5
+    assert rows["DiT + VCA"]["published_difference"] == -5.0
+    assert rows["DiT"]["difference"] is None
+    assert rows["DiT"]["seconds_per_step"] == 256 / 128
+    assert rows["DiT"]["params"] == pytest.approx(33.15e6, abs=1e4)
+    assert rows["DiT"]["multiply_adds"] == pytest.approx(0.358e9, abs=1e6)
+    assert all(row["marks"] == [] for row in rows.values())
+    manifest = rows["DiT"]["runs"][0]["manifest"]
+    assert manifest["sampler"] == "ddpm, num_steps 250"
+    assert manifest["reference"] == f"npz {SHA['ref1'][:12]}"
+    assert manifest["training"] == "batch 256, learning rate 0.0001, mirrors"
+
+    (line,) = [line for line in text.splitlines() if line.startswith("| DiT + VCA") and "65.25" in line]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["DiT + VCA", "33.75", "33.7", "0.3886", "0.4", "63.0", "-5.0", "65.25", "-5.25", "2000.0", "1"]
+    assert "fid_50k" in text
+    assert "Not compared" not in text
+    assert "- 4 x a warning" in text
+    assert "a note of the row" in text
+
+    with (tmp_path / "out" / "table.csv").open() as file:
+        table = {row["name"]: row for row in csv.DictReader(file)}
+    assert float(table["SiT + VCA"]["difference"]) == 1.5
+    assert float(table["DiT + VCA"]["published_fid"]) == 63.0
+    assert table["DiT"]["runs"] == "1"
+    with Image.open(tmp_path / "out" / "table.png") as picture:
+        colours = np.array(picture.convert("RGB")).reshape(-1, 3)
+    assert (colours == (31, 119, 180)).all(1).any(), "no point of ours in tab:blue"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sampling__num_steps": 50}, "sampler ddpm, num_steps 50, most others ddpm, num_steps 250"),
+        ({"sampling__sampler": "ddim", "sampling__eta": 0.0}, "sampler ddim, num_steps 250, eta 0.0, most others ddpm"),
+        ({"sampling__cfg_scale": 1.5}, "guidance 1.5, most others 1.0"),
+        ({"sampling__cfg_interval": [0, 0.5]}, "guidance 1.0, cfg_interval [0, 0.5], most others 1.0"),
+        ({"n_samples": 10_000, "metrics": {"fid_10k": 66.0}}, "images 10000, most others 50000"),
+        ({"reference__stats_sha256": SHA["ref2"]}, "reference npz ref2ref2ref2, most others npz ref1"),
+        ({"weights__name": "UNKNOWN"}, "extractor UNKNOWN inc1"),
+        ({"sampling__vae": SHA["vae2"]}, "decoder vae2vae2vae2, most others vae1"),
+        ({"sampling__step": 100_000}, "step 100000, most others 400000"),
+        ({"sampling__labels": "balanced"}, "labels balanced, most others random"),
+        ({"sampling__ema_decay": None}, "ema_decay raw, most others 0.9999"),
+        ({"sampling__seed": None}, "no complete manifest: seed unknown"),
+        ({"sampling": {}}, "no complete manifest: sampler, guidance, labels, seed, step, ema_decay, decoder"),
+    ],
+)  # fmt: skip
+def test_a_row_made_otherwise_is_marked_and_takes_no_part_in_differences(tmp_path, changes, reason):
+    path = make(tmp_path, changes={"dit-vca": changes})
+    lines = compared(tmp_path, path)
+    text, rows = table_text("T", lines, "t.png"), by_name(lines)
+    assert any(mark.startswith(reason) for mark in rows["DiT + VCA"]["marks"]), rows["DiT + VCA"]["marks"]
+    assert rows["DiT + VCA"]["difference"] is None
+    assert rows["SiT + VCA"]["difference"] == 1.5
+    assert [name for name, row in rows.items() if row["marks"]] == ["DiT + VCA"]
+    assert f"- DiT + VCA: {rows['DiT + VCA']['marks'][0]}" in text
+    assert " * |" in text
+
+
+def test_a_marked_baseline_gives_no_difference(tmp_path):
+    rows = by_name(compared(tmp_path, make(tmp_path, changes={"sit": {"sampling__cfg_scale": 4.0}})))
+    assert rows["SiT"]["marks"] == ["guidance 4.0, most others 1.0"]
+    assert rows["SiT + VCA"]["marks"] == []
+    assert rows["SiT + VCA"]["difference"] is None
+
+
+def test_rows_without_runs_show_what_is_published(tmp_path):
+    text, rows = report(tmp_path, write_table(tmp_path))
+    assert all(row["score"] is None and row["marks"] == [] and row["runs"] == [] for row in rows.values())
+    assert rows["DiT + VCA"]["published_difference"] == -5.0
+    assert "published numbers only" in text
+    assert "fid_50k" not in text
+    assert (tmp_path / "out" / "table.png").stat().st_size > 1000
+
+
+def test_the_score_made_like_the_others_is_taken(tmp_path):
+    path = make(tmp_path)
+    for name, values in {
+        "b": result(30.0, sampling__cfg_scale=4.0),
+        "0": result(90.0, n_samples=10_000, metrics={"fid_10k": 90.0}),
+    }.items():
+        (tmp_path / "runs" / "dit" / "samples" / name).mkdir()
+        (tmp_path / "runs" / "dit" / "samples" / name / "results.json").write_text(json.dumps(values))
+    rows = by_name(compared(tmp_path, path))
+    assert rows["DiT"]["score"] == 70.5
+    assert rows["DiT"]["marks"] == []
+
+
+def test_a_run_of_another_network_is_marked(tmp_path):
+    path = make(tmp_path)
+    config = tmp_path / "runs" / "dit-vca" / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["model"]["attention"] = "mhsa"
+    values["model"]["depth"] = 3
+    values["data"]["num_workers"] = 17
+    config.write_text(yaml.safe_dump(values))
+    rows = by_name(compared(tmp_path, path))
+    assert rows["DiT + VCA"]["marks"] == [
+        "model.attention mhsa in the run, vca in the table",
+        "model.depth 3 in the run, None in the table",
+    ]
+    assert differing_options(load_table(path).rows[1], {}) == []
+
+
+def test_seeds_give_mean_and_spread_and_a_missing_one_is_told(tmp_path):
+    path = write_table(tmp_path, ROWS[:2], seeds=[0, 1, 2])
+    for row in load_table(path).rows:
+        for seed, fid in enumerate([60.0, 62.0, 67.0] if row.run == "dit" else [50.0, 50.0, 53.0]):
+            write_run(
+                tmp_path / "runs" / row.run / f"seed_{seed}", row.config(), {"a": result(fid, sampling__seed=seed)}
+            )
+    text, rows = report(tmp_path, path)
+    assert rows["DiT"]["score"] == 63.0
+    assert rows["DiT"]["spread"] == pytest.approx(13**0.5)
+    assert rows["DiT + VCA"]["difference"] == -12.0
+    assert "0, 1, 2" in text
+    (tmp_path / "runs" / "dit-vca" / "seed_1" / "samples" / "a" / "results.json").unlink()
+    _, rows = report(tmp_path, path)
+    assert rows["DiT + VCA"]["marks"] == ["seed 1: no score"]
+    assert rows["DiT + VCA"]["difference"] is None
+
+
+def test_report_of_a_run(tmp_path, capsys):
+    make(tmp_path, changes={"dit": {"sampling__seed": None}})
+    run = tmp_path / "runs" / "dit"
+    main(["report", str(run)])
+    text = capsys.readouterr().out
+    assert "step 300, loss 0.333333, mse 0.166667, images_per_second 512" in text
+    assert "fid_50k" in text
+    assert "seed unknown" in text
+    values = json.loads((run / "report.json").read_text())
+    assert values["last"]["step"] == 300
+    assert values["scores"][0]["metrics"]["fid_50k"] == 70.5
+    assert (run / "report.md").read_text().strip() == text.strip()
+    assert (run / "loss.png").exists()
+    with pytest.raises(ValueError, match="no run folder"):
+        main(["report", str(tmp_path)])
+
+
+def test_loss_curve(tmp_path):
+    assert plot_losses(tmp_path) == tmp_path / "loss.png"  # a run that was stopped before its first line
+    empty = (tmp_path / "loss.png").read_bytes()
+    lines = [{"step": i, "loss": 1 / i, "vb": 0.1 / i, "images_per_second": 1e6} for i in range(1, 20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 20, "lo')
+    plot_losses(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes() != empty
+    with Image.open(tmp_path / "loss.png") as picture:
+        colours = np.array(picture.convert("RGB")).reshape(-1, 3)
+    assert [bool((colours == c).all(1).any()) for c in [(31, 119, 180), (255, 127, 14), (44, 160, 44)]] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"metrics": {"is_mean": 1.0}}'])
+def test_a_damaged_result_is_named(tmp_path, content):
+    file = tmp_path / "samples" / "a" / "results.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"a/results\.json: not a result"):
+        read_run(tmp_path)
+
+
+def test_classifier_of_digits():
+    images, labels = load_digits()
+    classifier = DigitClassifier()
+    assert classifier.accuracy(images, labels) > 0.98
+    assert classifier.accuracy(images, (labels + 1) % 10) < 0.01
+    assert classifier.accuracy(torch.zeros(10, 1, 8, 8, dtype=torch.uint8), torch.arange(10)) == 0.1
+
+
+@pytest.mark.parametrize("rule", ["balanced", "random", [3, 7]])
+@pytest.mark.parametrize("stored", ["npz", "png"])
+def test_accuracy_of_a_folder_of_samples(tmp_path, rule, stored):
+    """Real digits in the order of the rule are recognised; those of the next rule are not."""
+    images, labels = load_digits()
+    wanted = {"balanced": torch.arange(40) % 10, "random": SeededNoise(5).labels(range(40), 10)}.get(
+        str(rule), torch.tensor([3, 7] * 20)
+    )
+    first = [int((labels == label).nonzero()[1]) for label in range(10)]
+    chosen = images[[first[label] for label in wanted]]
+    if stored == "npz":
+        np.savez(tmp_path / "samples.npz", arr_0=chosen.permute(0, 2, 3, 1).numpy())
+    else:
+        (tmp_path / "images").mkdir()
+        for i, image in enumerate(chosen):
+            Image.fromarray(image[0].numpy()).save(tmp_path / "images" / f"{i:06d}.png")
+    accuracy = DigitAccuracy()
+    values = {"reference": {"kind": "digits"}, "sampling": {"labels": rule, "seed": 5}}
+    assert accuracy(tmp_path, values) == {"digits_accuracy": 1.0}
+    assert accuracy(tmp_path, {**values, "sampling": {"labels": "0,1", "seed": 5}})["digits_accuracy"] < 0.5
+    assert accuracy(tmp_path, {**values, "reference": {"kind": "npz"}}) == {}
+    assert accuracy(tmp_path / "nothing", values) == {}
+
+
+def test_table_files(tmp_path):
+    path = write_table(tmp_path, seeds=[5, 6], latents={"channels": 1, "size": 8})
+    table = load_table(path, seeds=1, options={"train.steps": 10, "model.size": "S/4"})
+    assert table.seeds == (5,)
+    assert table.latents.channels == 1
+    assert table.latents.num_classes == 1000
+    assert table.rows[1].config().train.steps == 10
+    assert table.rows[1].config().model.size == "S/4"
+    assert load_table(path).rows[1].config().model.size == "S/8"
+    assert table.runs(table.rows[0], "r")[5].as_posix() == "r/dit/seed_5"
+    assert load_table(write_table(tmp_path)).runs(table.rows[0], "r")[None].as_posix() == "r/dit"
+    for content, message in [
+        ({"rows": []}, "not a table"),
+        ({"rows": ["x"]}, "row 1: 'x'"),
+        ({"rows": [{"name": "a"}]}, "row 1"),
+        ({"rows": ROWS, "set": {"model.sise": "S/2"}}, "model.sise: unknown option"),
+        ({"rows": ROWS[1:]}, "baseline: DiT is no row"),
+        ({"rows": ROWS, "latents": {"sise": 3}}, "latents.sise"),
+    ]:
+        path.write_text(yaml.safe_dump(content))
+        with pytest.raises(ValueError, match=message):
+            load_table(path)
+    path.write_text(yaml.safe_dump({"rows": ROWS, "seeds": [0]}))
+    with pytest.raises(ValueError, match="seeds: 2"):
+        load_table(path, seeds=2)
+
+
+def test_the_miniature_is_the_experiment_of_the_paper():
+    table = load_table(ROOT / "configs" / "miniature.yaml")
+    assert len(table.rows) == 8
+    assert len({row.run for row in table.rows}) == 8
+    configs = [row.config() for row in table.rows]
+    assert {(c.objective.name, c.model.attention, str(c.model.attention_options)) for c in configs} == {
+        (objective, attention, options)
+        for objective in ("diffusion", "flow")
+        for attention, options in [("mhsa", "{}"), *(("vca", f"{{'contrast_grid': [{n}, {n}]}}") for n in (2, 4, 8))]
+    }
+    for config in configs:
+        assert config.train == configs[0].train
+        assert config.data == configs[0].data
+        assert config.sampling.num_steps == 50
+        assert config.sampling.cfg_scale == 1.0
+        assert config.sampling.num_images == 2000
