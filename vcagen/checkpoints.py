@@ -340,7 +340,9 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 def table(description: dict[str, Any]) -> str:
     """A description as lines of name and value; long lists are cut."""
-    return "\n".join(f"{key:<32}{value}" for key, value in _flatten(description))
+    lines = list(_flatten(description))
+    width = max(len(key) for key, _ in lines) + 2
+    return "\n".join(f"{key:<{width}}{value}" for key, value in lines)
 
 
 def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
