@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from vcagen.codec import LatentCodec, _load_vae
-from vcagen.config import CodecConfig, EncodeConfig, ImageConfig
+from vcagen.config import EncodeConfig
 from vcagen.encode import encode
 from vcagen.images import load_digits
 from vcagen.latents import LatentDataset
@@ -40,17 +40,12 @@ def images(tmp_path_factory):
 def config(tmp_path, images, vae):
     """13 images in shards of 5, 5 and 3, encoded in threes."""
     return EncodeConfig(
-        images=str(images), out=str(tmp_path / "latents"), codec=CodecConfig(vae=vae),
-        read=ImageConfig(image_size=32), batch=3, shard_size=5, num_workers=2,
+        images=str(images), out=str(tmp_path / "latents"), vae=vae, image_size=32, batch=3, shard_size=5, num_workers=2,
     )  # fmt: skip
 
 
 def change(config, **fields):
-    """The configuration with other values; read_X and codec_X reach into the sections."""
-    for section in ("read", "codec"):
-        inner = {key.partition("_")[2]: fields.pop(key) for key in list(fields) if key.startswith(section + "_")}
-        if inner:
-            fields[section] = dataclasses.replace(getattr(config, section), **inner)
+    """The configuration with other values."""
     return dataclasses.replace(config, **fields)
 
 
@@ -156,12 +151,12 @@ def test_many_processes_equal_one(config, tmp_path, count):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"read_image_size": 40}, "image_size 32, asked for 40"),
+        ({"image_size": 40}, "image_size 32, asked for 40"),
         ({"dtype": "bfloat16"}, "dtype float16, asked for bfloat16"),
         ({"shard_size": 4}, "shard_size 5, asked for 4; shards|shards 3, asked for 4"),
-        ({"codec_precision": "bfloat16"}, "precision float32, asked for bfloat16"),
-        ({"codec_tiling": True}, "tiling False, asked for True"),
-        ({"codec_vae": "identity"}, "codec.vae .*, asked for identity"),
+        ({"precision": "bfloat16"}, "precision float32, asked for bfloat16"),
+        ({"tiling": True}, "tiling False, asked for True"),
+        ({"vae": "identity"}, "codec.vae .*, asked for identity"),
     ],
 )
 def test_other_settings_are_refused_field_by_field(config, fields, named):
@@ -175,7 +170,7 @@ def test_other_settings_are_refused_field_by_field(config, fields, named):
 def test_other_images_and_other_weights_are_refused(config, tmp_path):
     image_folder(tmp_path / "images", {"a": 3, "b": 3})
     tiny_vae(tmp_path / "vae")
-    config = change(config, images=str(tmp_path / "images"), codec_vae=str(tmp_path / "vae"))
+    config = change(config, images=str(tmp_path / "images"), vae=str(tmp_path / "vae"))
     encode(config)
     (tmp_path / "images" / "a" / "000.png").rename(tmp_path / "images" / "a" / "new.png")
     with pytest.raises(ValueError, match="other settings: items"):
@@ -204,7 +199,7 @@ def test_broken_files(config, tmp_path, count):
         assert "2 unreadable images: b/cut.jpg, b/empty.png" in str(error)
     assert not Path(config.out).exists()
 
-    config = change(config, read_on_bad_image="skip")
+    config = change(config, on_bad_image="skip")
     for _ in range(2):  # the second time from the list that the first one left
         assert encode_in_threads(config, count) == [None] * count
         dataset = LatentDataset(config.out)
@@ -220,7 +215,7 @@ def test_junk_and_empty_classes(config, tmp_path):
     config = change(config, images=str(root))
     with pytest.raises(ValueError, match=": eel: class folder without images"):
         encode(config)
-    encode(change(config, read_allow_empty_classes=True))
+    encode(change(config, allow_empty_classes=True))
     dataset = LatentDataset(config.out)
     assert dataset.spec.class_names == ("cat", "dog", "eel", "fox")
     assert dataset.spec.num_classes == 4
@@ -231,23 +226,23 @@ def test_wrong_scale_writes_nothing(config, tmp_path):
     for factor in (0.05, 20.0):
         vae = tiny_vae(tmp_path / str(factor), scaling_factor=factor)
         with pytest.raises(ValueError, match=r"latents have std .* after scaling"):
-            encode(change(config, codec_vae=vae, shard_size=100))
+            encode(change(config, vae=vae, shard_size=100))
     assert not Path(config.out).exists()
 
 
 def test_latents_that_overflow_name_their_image(config, tmp_path):
     from diffusers import AutoencoderKL
 
-    model = AutoencoderKL.from_pretrained(config.codec.vae)
+    model = AutoencoderKL.from_pretrained(config.vae)
     torch.nn.init.constant_(model.quant_conv.bias, 1e5)  # beyond float16
     model.save_pretrained(tmp_path / "vae")
     with pytest.raises(ValueError, match=r"cat/000\.png: its latent is not finite in float16"):
-        encode(change(config, codec_vae=str(tmp_path / "vae")))
+        encode(change(config, vae=str(tmp_path / "vae")))
 
 
 def test_image_size_must_fit_the_vae(config):
     with pytest.raises(ValueError, match=r"image_size: 36; the VAE .* takes multiples of 8"):
-        encode(change(config, read_image_size=36))
+        encode(change(config, image_size=36))
     for field in ("batch", "shard_size"):
         with pytest.raises(ValueError, match=f"{field}: 0"):
             encode(change(config, **{field: 0}))
@@ -264,7 +259,7 @@ def test_identity_and_digits_are_exact(config, tmp_path):
         assert torch.equal(got, labels)
         pixels = codec.decode(codec.sample(moments, torch.zeros(())))
         assert torch.equal(pixels, images.flip(-1) if mirror else images)
-    encode(change(config, codec_vae="identity"))
+    encode(change(config, vae="identity"))
     assert LatentDataset(config.out)[0, True][0].shape == (3, 32, 32)
 
 
@@ -297,8 +292,8 @@ def test_full_disk(config, monkeypatch):
 
 def command(config):
     return (
-        "-m", "vcagen", "encode", config.images, "--out", config.out, "--codec.vae", config.codec.vae,
-        "--read.image_size", 32, "--batch", config.batch, "--shard_size", config.shard_size,
+        "-m", "vcagen", "encode", config.images, "--out", config.out, "--vae", config.vae,
+        "--image_size", 32, "--batch", config.batch, "--shard_size", config.shard_size,
     )  # fmt: skip
 
 

@@ -289,15 +289,13 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class EncodeConfig:
+class EncodeConfig(CodecConfig, ImageConfig):
     """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing."""
 
-    images: str
+    images: str = ""
     """Image folder with one folder a class (or none), or digits."""
     out: str = "latents"
     """Folder of the shards."""
-    codec: CodecConfig = field(default_factory=CodecConfig)
-    read: ImageConfig = field(default_factory=ImageConfig)
     batch: int = 32
     """Images the VAE encodes at once; the mirror images are another batch."""
     shard_size: int = 4096

@@ -52,7 +52,7 @@ def encode(
     out = Path(config.out)
     done = {file: read_header(file)[0] for file in sorted(out.glob("shard_*.safetensors"))}
     pixels, bad = _open_images(config, checked=bool(done) or config.dry_run, rank=rank, size=world_size, gather=gather)
-    codec = open_codec(config.images, config.codec, device)
+    codec = open_codec(config.images, config, device)
     check_image_size(pixels.image_size, codec)
     settings = _settings(config, pixels, codec)
     for file, metadata in done.items():
@@ -92,21 +92,20 @@ def _open_images(
     config: EncodeConfig, *, checked: bool, rank: int, size: int, gather: Gather
 ) -> tuple[Pixels, list[tuple[str, str]]]:
     """The images to encode and the bad files left out; unless `checked`, the processes share a test of all files."""
-    read = config.read
     if config.images == "digits":
         pixels = digits_pixels()
-        if read.image_size not in (None, pixels.image_size):
-            raise ValueError(f"read.image_size: {read.image_size}; the digits have {pixels.image_size}")
+        if config.image_size not in (None, pixels.image_size):
+            raise ValueError(f"image_size: {config.image_size}; the digits have {pixels.image_size}")
         return pixels, []
-    folder = scan_images(config.images, allow_empty_classes=read.allow_empty_classes)
+    folder = scan_images(config.images, allow_empty_classes=config.allow_empty_classes)
     skipped = Path(config.out) / "skipped.json"
     bad: list[tuple[str, str]] = []
     if not checked:
         found = find_bad_images(folder.root, folder.paths[rank::size], config.num_workers, progress=rank == 0)
         bad = sorted(gather(found))
-    elif read.on_bad_image == "skip" and skipped.is_file():
+    elif config.on_bad_image == "skip" and skipped.is_file():
         bad = [(entry["path"], entry["reason"]) for entry in json.loads(skipped.read_text())]
-    return folder_pixels(without_bad(folder, bad, read), read.image_size or 256), bad
+    return folder_pixels(without_bad(folder, bad, config), config.image_size or 256), bad
 
 
 def _settings(config: EncodeConfig, pixels: Pixels, codec: LatentCodec) -> dict[str, Any]:
@@ -115,8 +114,8 @@ def _settings(config: EncodeConfig, pixels: Pixels, codec: LatentCodec) -> dict[
     return {
         "format": 1,
         "codec": codec.description(),
-        "precision": config.codec.precision,
-        "tiling": config.codec.tiling,
+        "precision": config.precision,
+        "tiling": config.tiling,
         "image_size": pixels.image_size,
         "crop": "none" if config.images == "digits" else "adm-center",
         "class_names": list(pixels.class_names),
