@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -123,14 +123,14 @@ class VisualContrastAttention(nn.Module):
     def _stage1(self, pooled: Tensor, streams: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         """The contrast map V, (N, M, n, d)."""
         if self.stage1 == "vanilla":
-            return _softmax(self._scaled(pooled) @ k.mT).to(v.dtype) @ v
+            return _softmax(_logits(self._scaled(pooled), k)).to(v.dtype) @ v
         assert self.lambda1 is not None
         assert self.norm1 is not None
         if self.stage1 == "differential":
             values = self._halves_map(pooled, k, self._lambda(self.lambda1)).to(v.dtype) @ v
         else:
             assert streams is not None
-            both = _softmax(streams @ k.mT).to(v.dtype) @ v  # (N, M, 2n, d)
+            both = _softmax(_logits(streams, k)).to(v.dtype) @ v  # (N, M, 2n, d)
             positive, negative = _at_least_float32(both).chunk(2, dim=-2)
             values = positive - self._lambda(self.lambda1) * negative
         return self._normalise(values, self.norm1).to(v.dtype)
@@ -138,14 +138,14 @@ class VisualContrastAttention(nn.Module):
     def _stage2(self, q: Tensor, pooled: Tensor, streams: Tensor | None, values: Tensor) -> Tensor:
         """The head outputs, (N, M, T, d)."""
         if self.stage2 == "vanilla":
-            return _softmax(q @ self._scaled(pooled).mT).to(values.dtype) @ values
+            return _softmax(_logits(q, self._scaled(pooled))).to(values.dtype) @ values
         assert self.lambda2 is not None
         assert self.norm2 is not None
         if self.stage2 == "differential":
             difference = self._halves_map(q, pooled, self._lambda(self.lambda2))
         else:
             assert streams is not None
-            both = _softmax(rearrange(q @ streams.mT, "n m t (two c) -> n m t two c", two=2))  # (N, M, T, 2, n)
+            both = _softmax(rearrange(_logits(q, streams), "n m t (two c) -> n m t two c", two=2))  # (N, M, T, 2, n)
             difference = both[..., 0, :] - self._lambda(self.lambda2) * both[..., 1, :]
         return self._normalise(difference.to(values.dtype) @ values, self.norm2).to(values.dtype)
 
@@ -182,7 +182,7 @@ class VisualContrastAttention(nn.Module):
         """softmax(r1 c1^T / sqrt(d / 2)) - lambda softmax(r2 c2^T / sqrt(d / 2)) of the two halves of each head."""
         scale = (self.head_dim // 2) ** -0.5
         first, second = (
-            _softmax((r * scale) @ c.mT) for r, c in zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)
+            _softmax(_logits(r * scale, c)) for r, c in zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)
         )
         return first - lambda_ * second
 
@@ -195,6 +195,28 @@ class VisualContrastAttention(nn.Module):
         x = _at_least_float32(x)
         weight = norm.weight.to(x.dtype) * (1 - self.lambda_init)
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+
+class _Logits(torch.autograd.Function):
+    """rows columns^T, with a gradient for the columns in their own layout.
+
+    Autograd's own is a transposed view: to copy it into the gradient of q, k and v costs more than both softmaxes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        return rows @ columns.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = ctx.saved_tensors
+        return gradient @ columns, gradient.mT @ rows
+
+
+def _logits(rows: Tensor, columns: Tensor) -> Tensor:
+    logits: Tensor = _Logits.apply(rows, columns)
+    return logits
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
