@@ -187,8 +187,8 @@ def table_cells(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the table, without the columns in which no row has anything."""
     names = sorted({line.scores[0].name for line in lines if line.values})
     score = names[0] if len(names) == 1 else "score"
-    header = ["network", "params (M)", "published", "GFLOPs", "published", "FID-50K published", "VCA - baseline",
-              score, "+-", "VCA - baseline", "digits recognised", "ms a step", "runs"]  # fmt: skip
+    header = ["network", "params (M)", "published", "GFLOPs", "published", "FID-50K published", "difference published",
+              score, "+-", "difference", "digits recognised", "ms a step", "runs"]  # fmt: skip
     rows = []
     for line in lines:
         published, ours = difference(line, lines)
@@ -221,6 +221,8 @@ def _number(value: float | None, form: str) -> str:
 def table_text(title: str, lines: Sequence[Line], picture: str) -> str:
     """The report in Markdown."""
     parts = [f"# {title}", markdown(*table_cells(lines)), "GFLOPs are 1e9 multiply-adds, as in the paper."]
+    if any(line.row.baseline for line in lines):
+        parts.append("A difference is the score of a row minus that of its baseline; below 0 the row is better.")
     if any(line.spread is not None for line in lines):
         parts.append("+- is the standard deviation over the runs of a row, which differ in their seed.")
     parts.append(f"![Scores]({picture})")
