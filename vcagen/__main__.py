@@ -178,7 +178,8 @@ def bench(args: list[str]) -> None:
 
     import vcagen.bench
 
-    names = sorted(module.name for module in pkgutil.iter_modules(vcagen.bench.__path__))
+    modules = pkgutil.iter_modules(vcagen.bench.__path__)
+    names = sorted(module.name for module in modules if not module.name.startswith("_"))
     if not args or args[0] in ("-h", "--help"):
         print(f"usage: python -m vcagen bench NAME [options]\n\nnames: {', '.join(names)}")
         return

@@ -1,0 +1,173 @@
+"""Visual-Contrast Attention beside fused scaled_dot_product_attention: the attention alone, and whole layers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vcagen import cli
+from vcagen.attention import VisualContrastAttention, make_attention
+from vcagen.bench._timing import in_turns, open_device, ratio
+from vcagen.files import write_json
+from vcagen.tables import markdown
+
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class AttentionBenchConfig:
+    """Time Visual-Contrast Attention and plain fused attention in turns, forward and with the backward pass."""
+
+    tokens: list[int] = field(default_factory=lambda: [256, 1024])
+    """Token counts N, square numbers; the paper's latents of 256 pixels have 256 at patch size 2."""
+    widths: list[int] = field(default_factory=lambda: [384])
+    """Widths D in heads of 64: 384 is S, 768 is B."""
+    precisions: list[Literal["float32", "bfloat16"]] = field(default_factory=lambda: ["float32"])
+    """Types of inputs and weights."""
+    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager", "compiled"])
+    """Without and with torch.compile, for both attentions."""
+    parts: list[Literal["attend", "layer"]] = field(default_factory=lambda: ["attend", "layer"])
+    """The attention on given q, k and v, and the layer with its projections."""
+    contrast_side: int = 8
+    """Side of the contrast grid."""
+    batch_tokens: int = 2048
+    """Tokens of a batch: 8 images of 256, 2 of 1,024, 1 of 2,048 and more."""
+    seconds: float = 3.0
+    """Time of each measurement."""
+    threads: int | None = None
+    """CPU threads. Default: as torch finds best."""
+    device: str = "cpu"
+    """Device to measure on: cpu or cuda."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    part: str
+    width: int
+    tokens: int
+    precision: str
+    mode: str
+
+
+def main(args: list[str]) -> None:
+    """Print a table, one row a comparison and pass: milliseconds, their ratio, and that of the multiply-adds."""
+    config = cli.parse(AttentionBenchConfig, args, prog="python -m vcagen bench attention")
+    for tokens in config.tokens:
+        if tokens < 1 or math.isqrt(tokens) ** 2 != tokens:
+            raise ValueError(f"tokens: {tokens} is not a square number")
+    for width in config.widths:
+        if width < HEAD_DIM or width % HEAD_DIM:
+            raise ValueError(f"widths: {width} is not a multiple of {HEAD_DIM}")
+    device = open_device(config.device, config.threads)
+    cases = [
+        Case(part, width, tokens, precision, mode)
+        for part in config.parts
+        for width in config.widths
+        for tokens in config.tokens
+        for precision in config.precisions
+        for mode in config.modes
+    ]
+    rows = [row for case in cases for row in _measure(case, config, device)]
+    print(_table(rows))
+    print("\nratio: plain / contrast, median over turns. near: ratio / multiply-add ratio.")
+    if config.json is not None:
+        write_json(config.json, {**asdict(config), "threads": torch.get_num_threads(), "rows": rows})
+
+
+def multiply_add_ratio(case: Case, num_contrast_tokens: int) -> float:
+    """Multiply-adds of plain attention over those of contrast attention; a layer's projections are 4 D a token."""
+    projections = 4 * case.width if case.part == "layer" else 0
+    return (projections + 2 * case.tokens) / (projections + 7 * num_contrast_tokens)
+
+
+def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> list[dict[str, Any]]:
+    torch.compiler.reset()
+    batch = max(1, config.batch_tokens // case.tokens)
+    plain, contrast, inputs = _pair(case, config.contrast_side, batch, device)
+    if case.mode == "compiled":
+        plain, contrast = torch.compile(plain), torch.compile(contrast)
+    expected = multiply_add_ratio(case, config.contrast_side**2)
+    rows = []
+    for name, work in (("forward", _forward), ("forward + backward", _forward_backward)):
+        works = {"plain": work(plain, inputs), "contrast": work(contrast, inputs)}
+        times = in_turns(works, seconds=config.seconds, device=device)
+        faster = ratio(times["plain"], times["contrast"])
+        rows.append(
+            {
+                **asdict(case),
+                "pass": name,
+                "batch": batch,
+                "plain_ms": 1e3 * statistics.median(times["plain"]),
+                "contrast_ms": 1e3 * statistics.median(times["contrast"]),
+                "ratio": faster,
+                "multiply_add_ratio": expected,
+                "near": faster / expected,
+            }
+        )
+    return rows
+
+
+def _pair(
+    case: Case, contrast_side: int, batch: int, device: torch.device
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    """Plain attention, contrast attention, and inputs for both."""
+    dtype = getattr(torch, case.precision)
+    heads, side = case.width // HEAD_DIM, math.isqrt(case.tokens)
+
+    def layer(name: str, **options: Any) -> nn.Module:
+        return make_attention(name, case.width, heads, grid_size=side, **options).to(device, dtype)
+
+    vca = layer("vca", contrast_grid=(contrast_side, contrast_side))
+    if case.part == "layer":
+        shape, count, plain, contrast = (batch, case.tokens, case.width), 1, layer("mhsa"), vca
+        return plain, contrast, _random(shape, count, dtype, device)
+    assert isinstance(vca, VisualContrastAttention)
+    return F.scaled_dot_product_attention, vca.attend, _random((batch, heads, case.tokens, HEAD_DIM), 3, dtype, device)
+
+
+def _random(shape: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(*shape, generator=generator).to(device, dtype) for _ in range(count)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def _forward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+    @torch.no_grad()
+    def work() -> None:
+        attention(*inputs)
+
+    return work
+
+
+def _forward_backward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+    gradient = torch.randn_like(inputs[0])
+
+    def work() -> None:
+        attention(*inputs).backward(gradient)
+
+    return work
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ["part", "D", "N", "batch", "precision", "mode", "pass"]
+    header += ["plain ms", "contrast ms", "ratio", "multiply-adds", "near"]
+    cells = [
+        [
+            row["part"],
+            *(str(row[key]) for key in ("width", "tokens", "batch", "precision", "mode", "pass")),
+            *(f"{row[key]:.2f}" for key in ("plain_ms", "contrast_ms", "ratio", "multiply_add_ratio", "near")),
+        ]
+        for row in rows
+    ]
+    return markdown(header, cells)
