@@ -140,7 +140,7 @@ class Trainer:
         self._warm_up()
         with GracefulStop() as stop, self._progress() as bar:
             self.meter.restart()
-            for moments, labels in self._loader():
+            for moments, labels in self.loader():
                 self.train_step(moments, labels)
                 bar.update()
                 last = self.step == self.settings.steps
@@ -219,7 +219,7 @@ class Trainer:
             losses["loss"].sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _loader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+    def loader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The local parts of the batches of the steps to come."""
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # has what a map-style dataset needs

@@ -100,8 +100,8 @@ def _reading(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
     return {**rates, "anonymous_MiB_grown": grown / 2**20, "set_MiB": config.items / 32}
 
 
-def _write_latents(folder: Path, items: int) -> list[Path]:
-    """A set of shards, and the same as one .npy an item without mirror images; paths of the .npy files."""
+def write_latents(folder: Path, items: int) -> torch.Tensor:
+    """A set of shards of random moments, all of one class; returns the moments (n, 2, 8, 32, 32) that come in turn."""
     names = tuple(f"{i:07}.png" for i in range(items))
     pixels = Pixels(names, (0,) * items, ("image",), 3, 256, partial(read_pixels, size=256))
     codec = {"vae": "synthetic", "sha256": "", "scaling_factor": 1.0, "shift_factor": 0.0, "channels": 4}
@@ -115,6 +115,12 @@ def _write_latents(folder: Path, items: int) -> list[Path]:
         rows = range(index * SHARD_SIZE, min(items, (index + 1) * SHARD_SIZE))
         path = folder / f"shard_{index:05}.safetensors"
         write_shard(path, moments[: len(rows)], rows, pixels, {**metadata, "shard": index})
+    return moments
+
+
+def _write_latents(folder: Path, items: int) -> list[Path]:
+    """A set of shards, and the same as one .npy an item without mirror images; paths of the .npy files."""
+    moments = write_latents(folder, items)
     files = [folder / f"{i:07}.npy" for i in range(items)]
     for i, file in enumerate(files):
         np.save(file, moments[i % SHARD_SIZE, 0].numpy())
