@@ -1,0 +1,212 @@
+"""What a training step costs: beside the bare network, with each attention, and beside another project's network."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+
+from vcagen import cli
+from vcagen.bench._timing import in_turns, open_device, ratio
+from vcagen.bench.data import write_latents
+from vcagen.build import build_accelerator, build_model, build_objective
+from vcagen.codec import LatentCodec
+from vcagen.config import CheckpointConfig, LogConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from vcagen.files import write_json
+from vcagen.latents import LatentDataset
+from vcagen.tables import markdown
+from vcagen.trainer import Trainer
+
+ITEMS = 1024
+CLASSES = 1000
+PEER = "peer"
+
+
+@dataclass(frozen=True)
+class TrainBenchConfig:
+    """Time whole training steps (data, forward, backward, optimizer, EMA), bare networks and a peer, in turns."""
+
+    sizes: list[str] = field(default_factory=lambda: ["S/2"])
+    """Networks, on latents (4, 32, 32)."""
+    attentions: list[str] = field(default_factory=lambda: ["mhsa", "vca"])
+    """Attentions; with mhsa among them the others are compared with it."""
+    precisions: list[Literal["no", "bf16"]] = field(default_factory=lambda: ["no"])
+    """Autocast."""
+    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager"])
+    """Without and with torch.compile."""
+    objective: Literal["diffusion", "flow"] = "diffusion"
+    """Process that is learned."""
+    batch: int = 8
+    """Images a step."""
+    peer: str | None = None
+    """module.path:callable that makes a network forward(x, t, y), timed in turns, eager in float32, with AdamW."""
+    seconds: float = 60.0
+    """Time of the measurement, over all networks."""
+    threads: int | None = None
+    """CPU threads. Default: as torch finds best."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One network in training."""
+
+    size: str
+    attention: str
+    precision: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """As a row is named."""
+        precision = "float32" if self.precision == "no" else f"{self.precision} autocast"
+        return f"{self.size} {self.attention}, {precision}, {self.mode}"
+
+
+def main(args: list[str]) -> None:
+    """Print a table, one row a network."""
+    config = cli.parse(TrainBenchConfig, args, prog="python -m vcagen bench train")
+    if config.batch < 1:
+        raise ValueError(f"batch: {config.batch}; needs at least 1")
+    device = open_device("cuda" if torch.cuda.is_available() else "cpu", config.threads)
+    variants = [
+        Variant(size, attention, precision, mode)
+        for size in config.sizes
+        for precision in config.precisions
+        for mode in config.modes
+        for attention in config.attentions
+    ]
+    works: dict[str, Callable[[], object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_latents(Path(folder), ITEMS)
+        dataset = LatentDataset(folder)
+        for variant in variants:
+            trainer = _trainer(variant, config, dataset, Path(folder))
+            works[variant.name] = _Step(trainer)
+            works[_bare_name(variant)] = _bare_step(trainer.model, trainer.optimizer, config.batch, device)
+        if config.peer is not None:
+            works[PEER] = _peer_step(config.peer, config.batch, device)
+        times = in_turns(works, seconds=config.seconds, device=device)
+    rows = [_row(variant, times, config.batch) for variant in variants]
+    if config.peer is not None:
+        rows.append({"name": f"{config.peer} alone, float32, eager", **_speed(times[PEER], config.batch)})
+    print(_table(rows))
+    print("\nover bare: beside forward, backward and optimizer of the network alone. Ratios: medians over the turns.")
+    if config.json is not None:
+        settings = {**asdict(config), "device": str(device), "threads": torch.get_num_threads()}
+        write_json(config.json, {**settings, "turns": len(next(iter(times.values()))), "rows": rows})
+
+
+def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset, folder: Path) -> Trainer:
+    """The trainer of train.py; its accelerator leaves room for the next one."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+    model = ModelConfig(size=variant.size, attention=variant.attention)
+    objective = ObjectiveConfig(name=config.objective)
+    return Trainer(
+        run=folder,
+        accelerator=build_accelerator(mixed_precision=variant.precision),
+        network=build_model(model, objective, replace(dataset.spec, num_classes=CLASSES)),
+        objective=build_objective(objective),
+        codec=LatentCodec.from_description(dataset.spec.codec),
+        dataset=dataset,
+        settings=TrainConfig(
+            steps=1_000_000,
+            batch_size=config.batch,
+            precision=variant.precision,  # type: ignore[arg-type]  # one of them
+            compile=variant.mode == "compiled",
+        ),
+        log=LogConfig(),
+        checkpoint=CheckpointConfig(),
+        seed=0,
+        metadata={},
+    )
+
+
+class _Step:
+    """A whole step of the training loop between two log lines, reading included."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.batches: Iterator[tuple[Tensor, Tensor]] = iter(trainer.loader())
+
+    def __call__(self) -> None:
+        self.trainer.train_step(*next(self.batches))
+
+
+def _bare_step(model: nn.Module, optimizer: Any, batch: int, device: torch.device) -> Callable[[], None]:
+    """Forward, backward and optimizer on the same random batch."""
+    x = torch.randn(batch, 4, 32, 32, device=device)
+    t = torch.full((batch,), 500, device=device)
+    y = torch.arange(batch, device=device) % CLASSES
+
+    def step() -> None:
+        model(x, t, y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _peer_step(path: str, batch: int, device: torch.device) -> Callable[[], None]:
+    """The same of another project's network, with the optimizer of the public training code.
+
+    Raises:
+        ValueError: no such module or callable, or one that makes no network.
+    """
+    module, _, name = path.partition(":")
+    try:
+        network = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"peer: {path}: {error}; expected module.path:callable") from error
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"peer: {path} makes {type(network).__name__}, not a torch module")
+    network.to(device).train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.0)
+    return _bare_step(network, optimizer, batch, device)
+
+
+def _bare_name(variant: Variant) -> str:
+    return f"{variant.name}, bare"
+
+
+def _speed(times: list[float], batch: int) -> dict[str, float]:
+    seconds = statistics.median(times)
+    return {"images_per_second": batch / seconds, "step_ms": 1e3 * seconds}
+
+
+def _row(variant: Variant, times: dict[str, list[float]], batch: int) -> dict[str, Any]:
+    """Speed of a network's step, what it costs beside the bare network, and its ratios to MHSA and to the peer."""
+    own, bare = times[variant.name], times[_bare_name(variant)]
+    plain = times.get(replace(variant, attention="mhsa").name)
+    return {
+        "name": variant.name,
+        **asdict(variant),
+        **_speed(own, batch),
+        "over_bare_percent": 100 * (ratio(own, bare) - 1),
+        "time_over_mhsa": None if plain is None or variant.attention == "mhsa" else ratio(own, plain),
+        "bare_faster_than_peer": ratio(times[PEER], bare) if PEER in times else None,
+        "faster_than_peer": ratio(times[PEER], own) if PEER in times else None,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ["network", "images/s", "step ms", "over bare %", "time / mhsa", "x peer", "bare x peer"]
+    keys = {
+        "images_per_second": ".2f", "step_ms": ".1f", "over_bare_percent": "+.2f", "time_over_mhsa": ".3f",
+        "faster_than_peer": ".2f", "bare_faster_than_peer": ".2f",
+    }  # fmt: skip
+    cells = [
+        [row["name"], *("" if row.get(key) is None else format(row[key], form) for key, form in keys.items())]
+        for row in rows
+    ]
+    return markdown(header, cells)
