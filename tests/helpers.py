@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,13 @@ def python(*args, code=0, timeout=300, env=None, cwd=ROOT):
     )  # fmt: skip
     assert done.returncode == code, f"exit code {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
+
+
+def readme_block(name):
+    """The lines of the README's code block that follows the comment <!-- name -->."""
+    block = re.search(rf"<!-- {name} -->\n```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block, f"README.md has no block {name}"
+    return block.group(1).strip().splitlines()
 
 
 def torchrun(num_processes, *args, code=0, **kwargs):

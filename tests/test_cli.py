@@ -8,7 +8,8 @@ from helpers import ROOT, python, user_error
 
 from vcagen import cli
 from vcagen.__main__ import JOBS
-from vcagen.config import Config, EncodeConfig, SampleConfig, from_dict
+from vcagen.config import Config, SampleConfig, from_dict
+from vcagen.job_configs import EncodeConfig
 from vcagen.tables import nested
 
 

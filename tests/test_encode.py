@@ -18,9 +18,9 @@ from PIL import Image
 from safetensors import safe_open
 
 from vcagen.codec import LatentCodec, _load_vae
-from vcagen.config import EncodeConfig
 from vcagen.encode import encode
 from vcagen.images import load_digits
+from vcagen.job_configs import EncodeConfig
 from vcagen.latents import LatentDataset
 
 torch.set_num_threads(1)

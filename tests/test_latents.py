@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from vcagen.bench.data import _write_latents, main
 from vcagen.codec import LatentCodec, NonFiniteError
-from vcagen.config import CodecConfig, DataConfig, EncodeConfig, ImageConfig
+from vcagen.config import CodecConfig, DataConfig, ImageConfig
 from vcagen.encode import encode
 from vcagen.images import folder_pixels, from_uint8, scan_images, to_uint8
+from vcagen.job_configs import EncodeConfig
 from vcagen.latents import DataSpec, ImageDataset, LatentDataset, keep, latent_std, open_dataset
 
 torch.set_num_threads(1)
@@ -44,7 +45,7 @@ def shards(tmp_path_factory, vae, images):
 
 def encode_config(images, out, vae, **options):
     return EncodeConfig(
-        images=str(images), out=str(out), codec=CodecConfig(vae=vae), read=ImageConfig(image_size=32),
+        images=str(images), out=str(out), vae=vae, image_size=32,
         **{"batch": 3, "shard_size": 5, **options},
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ class Job:
 def encode(args: list[str]) -> None:
     """Encode images to latent shards."""
     from vcagen import cli
-    from vcagen.config import EncodeConfig
+    from vcagen.job_configs import EncodeConfig
 
     config = cli.parse(EncodeConfig, args, prog="python -m vcagen encode", positional="images")
 
@@ -41,7 +41,7 @@ def encode(args: list[str]) -> None:
 def stats(args: list[str]) -> None:
     """Write reference statistics."""
     from vcagen import cli
-    from vcagen.config import StatsConfig
+    from vcagen.job_configs import StatsConfig
     from vcagen.metrics.features import load_extractor
     from vcagen.metrics.statistics import open_reference, save_statistics
 
@@ -61,8 +61,8 @@ def stats(args: list[str]) -> None:
 def evaluate(args: list[str]) -> None:
     """Score samples against a reference."""
     from vcagen import cli
-    from vcagen.config import EvaluateConfig
     from vcagen.files import write_json
+    from vcagen.job_configs import EvaluateConfig
     from vcagen.metrics.evaluate import evaluate_images
     from vcagen.metrics.features import load_extractor
     from vcagen.metrics.sources import open_samples, result_path, sample_manifest
@@ -95,7 +95,8 @@ def evaluate(args: list[str]) -> None:
 def cost(args: list[str]) -> None:
     """Parameters and multiply-adds."""
     from vcagen import cli
-    from vcagen.config import Config, CostConfig
+    from vcagen.config import Config
+    from vcagen.job_configs import CostConfig
     from vcagen.tables import Latents, Row, load_table
 
     config = cli.parse(CostConfig, args, prog="python -m vcagen cost", positional="table")
@@ -131,7 +132,7 @@ def report(args: list[str]) -> None:
     from pathlib import Path
 
     from vcagen import cli
-    from vcagen.config import ReportConfig
+    from vcagen.job_configs import ReportConfig
     from vcagen.tables import load_table
 
     config = cli.parse(ReportConfig, args, prog="python -m vcagen report", positional="source")
@@ -154,7 +155,7 @@ def experiment(args: list[str]) -> None:
     from pathlib import Path
 
     from vcagen import cli
-    from vcagen.config import ExperimentConfig
+    from vcagen.job_configs import ExperimentConfig
     from vcagen.tables import load_table
 
     config = cli.parse(ExperimentConfig, args, prog="python -m vcagen experiment", positional="table")
@@ -191,7 +192,7 @@ def bench(args: list[str]) -> None:
 def inspect(args: list[str]) -> None:
     """Say what weights hold."""
     from vcagen import checkpoints, cli
-    from vcagen.config import InspectConfig
+    from vcagen.job_configs import InspectConfig
 
     config = cli.parse(InspectConfig, args, prog="python -m vcagen inspect", positional="path")
     description = checkpoints.describe(config.path)
@@ -201,7 +202,7 @@ def inspect(args: list[str]) -> None:
 def export(args: list[str]) -> None:
     """Write one weights file of a run."""
     from vcagen import checkpoints, cli
-    from vcagen.config import ExportConfig
+    from vcagen.job_configs import ExportConfig
 
     config = cli.parse(ExportConfig, args, prog="python -m vcagen export", positional="run")
     source = checkpoints.export_weights(config.run, config.out, weights=config.weights, step=config.step)

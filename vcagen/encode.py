@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vcagen.codec import LatentCodec
-from vcagen.config import EncodeConfig
 from vcagen.files import atomic_file, write_json
 from vcagen.images import Pixels, digits_pixels, find_bad_images, folder_pixels, scan_images, without_bad
+from vcagen.job_configs import EncodeConfig
 from vcagen.latents import METADATA_KEY, LatentDataset, check_image_size, check_std, latent_std, open_codec, read_header
 
 Gather = Callable[[list[Any]], list[Any]]
