@@ -20,6 +20,7 @@ def main() -> None:
         from vcagen.plots import plot_losses
 
         plot_losses(trainer.run)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

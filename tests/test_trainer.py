@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from helpers import image_folder
 
 from vcagen import build_training
 from vcagen.checkpoints import list_checkpoints, read_metadata
@@ -52,6 +53,28 @@ def test_a_stop_between_log_lines_loses_nothing(tmp_path):
     assert [line["step"] for line in ours] == [6]
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-6)
     assert tiny.same_state(tiny.state(tmp_path / "whole", 6), tiny.state(tmp_path / "parts", 6))
+
+
+def test_stops_in_the_middle_of_an_epoch(tmp_path, monkeypatch):
+    """12 images in batches of 5: the batch of step 8 ends an epoch in its middle, that of step 6 does not."""
+    image_folder(tmp_path / "images", {"a": 5, "b": 7}, size=8)
+    seen = []
+    read = ImageDataset.__getitems__
+    monkeypatch.setattr(ImageDataset, "__getitems__", lambda self, items: seen.append(items) or read(self, items))
+    options = {"data__path": str(tmp_path / "images"), "data__from_images": True, "data__images__image_size": 8,
+               "codec__vae": "identity", "train__batch_size": 5, "data__horizontal_flip": True}  # fmt: skip
+    runs = {}
+    for name, stops in (("whole", [18]), ("eight", [8, 18]), ("six", [6, 18])):
+        seen.clear()
+        for stop in stops:
+            tiny.train(tmp_path / name, train__steps=stop, **options)
+        runs[name] = (list(seen), tiny.metrics(tmp_path / name), tiny.state(tmp_path / name, 18))
+    items, lines, state = runs["whole"]
+    assert sorted(index for batch in items[:12] for index, _ in batch) == sorted([*range(12)] * 5)
+    assert {mirror for batch in items for _, mirror in batch} == {True, False}
+    for name in ("eight", "six"):
+        assert runs[name][:2] == (items, lines)
+        assert tiny.same_state(runs[name][2], state)
 
 
 def test_a_finished_run_stays_as_it_is_and_can_be_extended(tmp_path, capsys):
