@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -25,7 +26,16 @@ from vcagen.codec import DEFAULT_VAE, LatentCodec, NonFiniteError
 from vcagen.config import CodecConfig, DataConfig
 from vcagen.images import Pixels, digits_pixels, find_bad_images, folder_pixels, scan_images, without_bad
 
-__all__ = ["DataSpec", "ImageDataset", "LatentCodec", "LatentDataset", "NonFiniteError", "keep", "open_dataset"]
+__all__ = [
+    "DataSpec",
+    "ImageDataset",
+    "LatentCodec",
+    "LatentDataset",
+    "MomentsDataset",
+    "NonFiniteError",
+    "keep",
+    "open_dataset",
+]
 
 Item = tuple[int, bool]
 """Index of an image, and whether its mirror image is meant."""
@@ -123,13 +133,39 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     return metadata, tensors, start
 
 
-class LatentDataset(Dataset[tuple[Tensor, int]]):
+class MomentsDataset(Dataset[tuple[Tensor, int]]):
+    """Moments (M, h, w) and labels by (index, mirror), or by index alone."""
+
+    spec: DataSpec
+    labels: Tensor
+    """int64 (len,)."""
+    dtype: torch.dtype
+    """Of the moments."""
+    needs_main_process: bool
+    """Whether loader workers cannot read it."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, item: int | Item) -> tuple[Tensor, int]:
+        index, mirror = (item, False) if isinstance(item, int) else item
+        if not 0 <= index < len(self):
+            raise IndexError(f"{index}: outside 0..{len(self) - 1}")
+        moments, labels = self.__getitems__([(index, mirror)])
+        return moments[0], int(labels[0])
+
+    @abstractmethod
+    def __getitems__(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+        """Moments (N, M, h, w) and labels int64 (N,); a DataLoader calls it with whole batches."""
+
+
+class LatentDataset(MomentsDataset):
     """Shards written by `vcagen encode`, memory-mapped: nothing is opened or parsed per item.
 
     Items are moments (M, h, w) in the storage type. Safe in DataLoader workers: forked ones share the maps, spawned
     ones map again.
 
-    Attributes: `spec`, `labels` int64 (len,), `latent_std` (of up to 256 items), `dtype`.
+    Attribute: `latent_std`, of up to 256 items.
 
     Raises:
         ValueError: not a folder of shards, an incomplete or mixed set, or latents that are not of about unit size.
@@ -204,16 +240,6 @@ class LatentDataset(Dataset[tuple[Tensor, int]]):
         self.__dict__.update(state)
         self._map()
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, item: int | Item) -> tuple[Tensor, int]:
-        index, mirror = (item, False) if isinstance(item, int) else item
-        if not 0 <= index < len(self):
-            raise IndexError(f"{index}: outside 0..{len(self) - 1}")
-        moments, labels = self.__getitems__([(index, mirror)])
-        return moments[0], int(labels[0])
-
     def __getitems__(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
         """Moments (N, M, h, w) in the storage type, and labels int64 (N,)."""
         out = torch.empty((len(items), *self._moments[0].shape[2:]), dtype=torch.int16)
@@ -231,7 +257,7 @@ class LatentDataset(Dataset[tuple[Tensor, int]]):
         return [name for part in parts for name in part.split("\0")]
 
 
-class ImageDataset(Dataset[tuple[Tensor, int]]):
+class ImageDataset(MomentsDataset):
     """Images encoded when they are asked for: the digits, or a small folder. As `LatentDataset`, in the main process.
 
     Items are float32 moments on the codec's device.
@@ -247,16 +273,6 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self._pixels = pixels
         self._codec = codec
         self._pool = ThreadPoolExecutor(max(1, num_workers))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, item: int | Item) -> tuple[Tensor, int]:
-        index, mirror = (item, False) if isinstance(item, int) else item
-        if not 0 <= index < len(self):
-            raise IndexError(f"{index}: outside 0..{len(self) - 1}")
-        moments, labels = self.__getitems__([(index, mirror)])
-        return moments[0], int(labels[0])
 
     def __getitems__(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
         """Moments (N, M, h, w) float32, and labels int64 (N,)."""
@@ -296,7 +312,7 @@ def open_codec(path: str, config: CodecConfig, device: str | torch.device = "cpu
 
 def open_dataset(
     config: DataConfig, codec: CodecConfig, *, device: str | torch.device = "cpu"
-) -> tuple[LatentDataset | ImageDataset, LatentCodec]:
+) -> tuple[MomentsDataset, LatentCodec]:
     """The training set that `config` names, and its codec; with shards the VAE is not touched before a decode.
 
     Raises:

@@ -21,7 +21,7 @@ from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DiT
 from vcagen.ema import EMA
 from vcagen.flow import LinearInterpolant
-from vcagen.latents import ImageDataset, LatentCodec, LatentDataset, keep
+from vcagen.latents import LatentCodec, MomentsDataset, keep
 from vcagen.meter import Meter
 from vcagen.steps import Draws, StepSampler, draw
 from vcagen.stop import GracefulStop
@@ -72,7 +72,7 @@ class Trainer:
         network: DiT,
         objective: GaussianDiffusion | LinearInterpolant,
         codec: LatentCodec,
-        dataset: LatentDataset | ImageDataset,
+        dataset: MomentsDataset,
         settings: TrainConfig,
         log: LogConfig,
         checkpoint: CheckpointConfig,
