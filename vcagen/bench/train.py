@@ -38,8 +38,8 @@ class TrainBenchConfig:
     """Networks, on latents (4, 32, 32)."""
     attentions: list[str] = field(default_factory=lambda: ["mhsa", "vca"])
     """Attentions; with mhsa among them the others are compared with it."""
-    precisions: list[Literal["no", "bf16"]] = field(default_factory=lambda: ["no"])
-    """Autocast."""
+    precisions: list[Literal["float32", "bf16"]] = field(default_factory=lambda: ["float32"])
+    """float32, or autocast to bfloat16."""
     modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager"])
     """Without and with torch.compile."""
     objective: Literal["diffusion", "flow"] = "diffusion"
@@ -68,8 +68,7 @@ class Variant:
     @property
     def name(self) -> str:
         """As a row is named."""
-        precision = "float32" if self.precision == "no" else f"{self.precision} autocast"
-        return f"{self.size} {self.attention}, {precision}, {self.mode}"
+        return f"{self.size} {self.attention}, {self.precision}, {self.mode}"
 
 
 def main(args: list[str]) -> None:
@@ -110,11 +109,12 @@ def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset,
     """The trainer of train.py; its accelerator leaves room for the next one."""
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
+    precision: Literal["no", "bf16"] = "bf16" if variant.precision == "bf16" else "no"
     model = ModelConfig(size=variant.size, attention=variant.attention)
     objective = ObjectiveConfig(name=config.objective)
     return Trainer(
         run=folder,
-        accelerator=build_accelerator(mixed_precision=variant.precision),
+        accelerator=build_accelerator(mixed_precision=precision),
         network=build_model(model, objective, replace(dataset.spec, num_classes=CLASSES)),
         objective=build_objective(objective),
         codec=LatentCodec.from_description(dataset.spec.codec),
@@ -122,7 +122,7 @@ def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset,
         settings=TrainConfig(
             steps=1_000_000,
             batch_size=config.batch,
-            precision=variant.precision,  # type: ignore[arg-type]  # one of them
+            precision=precision,
             compile=variant.mode == "compiled",
         ),
         log=LogConfig(),
@@ -166,7 +166,7 @@ def _peer_step(path: str, batch: int, device: torch.device) -> Callable[[], None
     module, _, name = path.partition(":")
     try:
         network = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"peer: {path}: {error}; expected module.path:callable") from error
     if not isinstance(network, nn.Module):
         raise ValueError(f"peer: {path} makes {type(network).__name__}, not a torch module")
