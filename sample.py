@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +29,16 @@ def main() -> None:
         raise ValueError("run: give one of --run FOLDER and --checkpoint FILE")
 
     import torch
-    from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
+    from accelerate.utils import broadcast_object_list
 
     from vcagen.build import build_accelerator, build_sampler, load_run
     from vcagen.files import write_json
     from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
+    from vcagen.metrics.sources import result_path
     from vcagen.store import SampleStore
 
     # The other processes wait while the first measures a reference, which may take longer than the usual ten minutes.
-    accelerator = build_accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1))])
+    accelerator = build_accelerator(patient=True)
     torch.backends.cudnn.allow_tf32 = False  # the VAE in full float32
     device, main_process = accelerator.device, accelerator.is_main_process
     run = load_run(
@@ -70,8 +70,10 @@ def main() -> None:
     run.codec.verify()  # a VAE that cannot be had is told now, not after the first sample
 
     scores, no_scores = open_scores(config, settings, store, device, main_process)
+    made = facts(config, settings, run, store, accelerator.num_processes)
     if main_process:
         store.prepare()
+        write_json(store.folder / "facts.json", made)  # for scores that come later
     (chunks,) = broadcast_object_list([missing_chunks(store, scores) if main_process else None])
     calls = generate_images(
         sample,
@@ -91,8 +93,8 @@ def main() -> None:
         store.finish()
         print(f"images: {store.folder} ({calls} network calls in this process)", file=sys.stderr)
         if scores is not None:
-            result = scores.finalize(sampling=store.manifest, **facts(config, settings, run, accelerator.num_processes))
-            write_json(store.folder / "results.json", result)
+            result = scores.finalize(sampling=store.manifest, extractor={"batch": config.batch}, **made)
+            write_json(result_path(str(store.folder), scores.extractor.name), result)
             print(json.dumps(result["metrics"], indent=2))
             for warning in result["warnings"]:
                 print(f"warning: {warning}", file=sys.stderr)
@@ -161,16 +163,21 @@ def open_scores(
     return scores, ""
 
 
-def facts(config: SampleConfig, settings: SamplingConfig, run: Run, world_size: int) -> dict[str, Any]:
+def facts(
+    config: SampleConfig, settings: SamplingConfig, run: Run, store: SampleStore, world_size: int
+) -> dict[str, Any]:
     """What results.json says about how the images were made (PROTOCOL 3.6)."""
-    sampler = {name: value for name, value in asdict(settings).items() if value is not None}
-    for name in ("reference", "extractor", "num_images"):
-        sampler.pop(name, None)
+    options = {name: getattr(settings, name) for name in
+               ("atol", "rtol", "eta", "diffusion_form", "last_step", "last_step_size")}  # fmt: skip
     return {
         "uint8_rule": "floor((x + 1) * 127.5 + 0.5), clamped to 0..255",
-        "samples": {"source": "sample.py", "index_rule": "file order", "labels": sampler.pop("labels")},
-        "sampler": {**sampler, "seed": config.seed, "world_size": world_size, "batch": config.batch,
-                    "precision": config.precision, "compile": config.compile},
+        "samples": {"source": "sample.py", "index_rule": "file order", "labels": settings.labels,
+                    "dropped": store.num_chunks * store.batch - store.num_images},
+        "sampler": {"kind": settings.sampler, "method": settings.method, "steps": settings.num_steps,
+                    "cfg_scale": settings.cfg_scale, "cfg_channels": settings.guided_channels,
+                    "cfg_interval": settings.cfg_interval, "seed": config.seed, "world_size": world_size,
+                    "batch": config.batch, "precision": config.precision, "compile": config.compile,
+                    **{name: value for name, value in options.items() if value is not None}},
         "model": {"config": asdict(run.config.model), "objective": run.config.objective.name, "step": run.step,
                   "checkpoint_sha256": run.weights_sha256, "ema_decay": run.ema_decay},
         "vae": {"id": run.codec.vae, "sha256": run.data.codec["sha256"], "scale": run.codec.scaling_factor},

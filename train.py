@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from vcagen import cli
 from vcagen.config import Config
 
@@ -12,7 +14,9 @@ def main() -> None:
     from vcagen import build_training
 
     if config.dry_run:
-        print(build_training.describe_training(config))
+        plan = build_training.describe_training(config)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(plan)
         return
     trainer = build_training.build_trainer(config)
     trainer.fit()

@@ -230,6 +230,32 @@ def test_autocast_keeps_softmax_lambda_and_norm_in_float32():
     assert (output.float() - module(x)).norm() <= 0.03 * module(x).norm()
 
 
+@pytest.mark.parametrize("variant", VARIANTS[1:], ids=name_of)
+def test_attend_in_float32_under_autocast_has_gradients(variant):
+    module, x = layer(variant)
+    q, k, v = (u((2, 2, x.shape[1], 8), 720 + i).float().requires_grad_() for i in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module.attend(q, k, v)
+    output.float().square().mean().backward()
+    assert all(tensor.grad.dtype == torch.float32 and tensor.grad.any() for tensor in (q, k, v))
+
+
+def test_pooling_of_whole_bins_is_deterministic():
+    """Adaptive pooling has no deterministic gradient on GPUs: Table 2's grids (2, 4, 8, 16 to 8) do not use it."""
+    for side in (2, 4, 8, 16):
+        module = VisualContrastAttention(8, 2, grid_size=side)
+        seen = set()
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.add(str(function))  # noqa: B023
+                return function(*args, **(kwargs or {}))
+
+        with Watch():
+            module(torch.randn(1, side * side, 8)).sum().backward()
+        assert not any("adaptive" in name for name in seen)
+
+
 @pytest.mark.parametrize("grid", [(16, 12), (15, 17), (3, 2)])
 def test_odd_grids(grid):
     module, x = layer(("vca", {"contrast_grid": (8, 8)}), grid)
@@ -278,6 +304,8 @@ def test_a_token_count_that_does_not_fit_raises():
     module, x = layer(("vca", {}))
     with pytest.raises(ValueError, match=r"grid_size: 4 x 4 .* the input has 15"):
         module(x[:, 1:])
+    with pytest.raises(ValueError, match=r"grid_size: 4 x 4 .* the input has 17"):
+        module.attend(*(torch.zeros(1, 2, 17, 8) for _ in range(3)))
 
 
 def test_registry():

@@ -8,7 +8,7 @@ from helpers import ROOT, python, user_error
 
 from vcagen import cli
 from vcagen.__main__ import JOBS
-from vcagen.config import Config, SampleConfig, from_dict
+from vcagen.config import Config, SampleConfig
 from vcagen.job_configs import EncodeConfig
 from vcagen.tables import nested
 
@@ -97,7 +97,7 @@ def test_print_config_round_trips(capsys, tmp_path):
         cli.parse(Config, ["--run", "r", "--model.size", "B/4", "--print_config"], prog="x")
     file = tmp_path / "c.yaml"
     file.write_text(capsys.readouterr().out)
-    assert cli.parse(Config, ["--config", str(file)], prog="x") == from_dict(
+    assert cli.parse(Config, ["--config", str(file)], prog="x") == cli.from_mapping(
         Config, {"run": "r", **nested({"model.size": "B/4"})}
     )
 
@@ -114,9 +114,9 @@ def test_recipes_parse(name):
 
 def test_from_dict_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"model\.sise: unknown option; did you mean model\.size\?"):
-        from_dict(Config, {"run": "r", "model": {"sise": "S/2"}})
+        cli.from_mapping(Config, {"run": "r", "model": {"sise": "S/2"}})
     with pytest.raises(ValueError, match="run"):
-        from_dict(Config, {})
+        cli.from_mapping(Config, {})
 
 
 def test_the_jobs_are_listed(capsys):

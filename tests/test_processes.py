@@ -57,6 +57,8 @@ def test_another_process_count_goes_on_with_the_same_data(tmp_path):
     done = launch(3, tiny.arguments(tmp_path / "run", train__steps=9))
     _, stderr = done.communicate(timeout=120)
     assert done.returncode != 0
+    assert "going on from" not in stderr  # refused before anything is loaded
+    assert "error: train.batch_size" in stderr
     assert "8 images cannot be shared by 3 processes; valid process counts: 1, 2, 4, 8" in stderr
     assert "Traceback" not in stderr.split("error:")[0]
 
@@ -85,15 +87,30 @@ def test_a_signal_saves_and_exits_zero(tmp_path, num_processes, number):
     assert f"stopped after step {step}" in stderr
 
 
+def test_a_signal_to_the_whole_group_leaves_the_loader_workers_alive(tmp_path):
+    """torchrun and SLURM signal every process of a job, the loader's workers too."""
+    python("-m", "vcagen", "encode", "digits", "--out", tmp_path / "latents")
+    run = tmp_path / "run"
+    options = {"data__path": str(tmp_path / "latents"), "data__num_workers": 2}
+    process = launch(1, tiny.arguments(run, train__steps=100_000, **options))
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(tiny.metrics(run)) > 3, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert "saved; the same command goes on" in stderr
+
+
 def test_twenty_kills_change_nothing(tmp_path):
-    steps = 400
-    options = {"train__steps": steps, "checkpoint__save_every": 5, "checkpoint__keep_last": 3}
+    steps = 1500
+    options = {"train__steps": steps, "checkpoint__save_every": 5, "checkpoint__keep_last": 3,
+               "log__log_every": 10}  # fmt: skip
     tiny.train(tmp_path / "whole", **options)
     generator = random.Random(0)
     for _ in range(20):
         process = launch(1, tiny.arguments(tmp_path / "run", **options))
-        if wait_for_progress(process):
-            time.sleep(generator.uniform(0.0, 0.4))
+        wait_for_progress(process)
+        time.sleep(generator.uniform(0.0, 0.3))
+        assert process.poll() is None, "the run ended before it was killed"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     tiny.train(tmp_path / "run", **options)

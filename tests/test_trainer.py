@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import tiny
@@ -194,17 +195,44 @@ def test_another_configuration_is_refused_by_field(tmp_path):
 
 
 def test_other_data_is_refused(tmp_path):
-    tiny.train(tmp_path / "run", train__steps=1)
-    from PIL import Image
+    options = {"data__from_images": True, "data__images__image_size": 8, "codec__vae": "identity"}
+    for folder, counts in (("one", {"a": 2, "b": 2}), ("moved", {"a": 2, "b": 2}), ("more", {"a": 2, "b": 3}),
+                           ("other", {"a": 2, "c": 2})):  # fmt: skip
+        image_folder(tmp_path / folder, counts, size=8)
+    tiny.train(tmp_path / "run", train__steps=1, data__path=str(tmp_path / "one"), **options)
+    with pytest.raises(ValueError, match=r"data: not that of .*class_names"):
+        tiny.train(tmp_path / "run", data__path=str(tmp_path / "other"), **options)
+    with pytest.raises(ValueError, match=r"data: 5 images, .* was trained on 4"):
+        tiny.train(tmp_path / "run", data__path=str(tmp_path / "more"), **options)
+    assert tiny.train(tmp_path / "run", data__path=str(tmp_path / "moved"), **options).step == 6
 
-    for name in ("a", "b"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / "1.png")
-    with pytest.raises(ValueError, match=r"data: not that of .*num_classes: 2, not 10"):
-        tiny.train(
-            tmp_path / "run", data__path=str(tmp_path / "images"), data__from_images=True,
-            data__images__image_size=8, codec__vae="identity",
-        )  # fmt: skip
+
+def test_a_refused_command_does_not_block_its_correction(tmp_path):
+    with pytest.raises(ValueError, match=r"train.ema_decays: 1\.5"):
+        tiny.train(tmp_path / "run", train__ema_decays=[1.5])
+    assert not (tmp_path / "run").exists()
+    tiny.train(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"config\.yaml: damaged"):
+        tiny.train(tmp_path / "run")
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path, capsys):
+    tiny.train(tmp_path, checkpoint__save_every=2, train__steps=4)
+    half = tmp_path / "checkpoints" / ".step_0000006.99.tmp"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"cut")
+    assert tiny.train(tmp_path).step == 6
+    assert "going on from step_0000004" in capsys.readouterr().err
+    assert not half.exists()
+
+
+def test_init_is_read_at_the_start_only(tmp_path):
+    tiny.train(tmp_path / "first")
+    options = {"init": str(tmp_path / "first" / "weights.safetensors")}
+    tiny.train(tmp_path / "second", train__steps=2, **options)
+    (tmp_path / "first" / "weights.safetensors").unlink()
+    assert tiny.train(tmp_path / "second", train__steps=3, **options).step == 3
 
 
 def test_weights_carry_what_sampling_needs(tmp_path):
@@ -318,7 +346,17 @@ def test_batches_are_shared_equally():
     [
         ("train__steps", 0, "train.steps: 0"),
         ("log__log_every", 0, "log.log_every: 0"),
-        ("train__ema_decays", [], "train.ema_decays: empty"),
+        ("train__ema_decays", [], "train.ema_decays: []"),
+        ("train__ema_decays", [0.9, 0.9], "train.ema_decays: [0.9, 0.9]"),
+        ("train__max_grad_norm", -1, "train.max_grad_norm: -1"),
+        ("train__learning_rate", float("nan"), "train.learning_rate: nan"),
+        ("checkpoint__keep_every", -5, "checkpoint.keep_every: -5"),
+        ("data__num_workers", -1, "data.num_workers: -1"),
+        ("seed", -1, "seed: -1"),
+        ("log__trackers", ["wandb"], "log.trackers: wandb is not installed"),
+        ("model__hidden_size", 0, "model.hidden_size: 0"),
+        ("model__mlp_ratio", -1, "model.mlp_ratio: -1"),
+        ("model__attention_options", {"num_heads": 4}, "model.attention_options: num_heads: set by the network"),
         ("train__ema_decays", [1.5], "train.ema_decays: 1.5"),
         ("train__micro_batch_size", -1, "train.micro_batch_size: -1"),
         ("model__size", "S/3", "model.size: 'S/3'"),
@@ -329,9 +367,9 @@ def test_batches_are_shared_equally():
     ],
 )
 def test_bad_values_are_named(tmp_path, option, value, message):
-    with pytest.raises((ValueError, OSError), match=message.replace("[", r"\[")):
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
         tiny.train(tmp_path / "run", **{option: value})
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_state_json_is_complete(tmp_path):

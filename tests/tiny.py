@@ -4,8 +4,8 @@ import json
 
 from safetensors.torch import load_file
 
-from vcagen import build_training
-from vcagen.config import Config, from_dict
+from vcagen import build_training, cli
+from vcagen.config import Config
 from vcagen.tables import nested
 
 OPTIONS = {
@@ -29,7 +29,7 @@ OPTIONS = {
 def config(run, **options) -> Config:
     """Dotted options with `__` for the dots."""
     given = {name.replace("__", "."): value for name, value in options.items()}
-    return from_dict(Config, {"run": str(run), **nested({**OPTIONS, **given})})
+    return cli.from_mapping(Config, {"run": str(run), **nested({**OPTIONS, **given})})
 
 
 def arguments(run, **options):

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
+from einops import rearrange, reduce, repeat
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
@@ -105,17 +105,17 @@ class VisualContrastAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, D) -> (N, T, D)."""
-        if x.shape[1] != self.num_tokens:
-            height, width = self.grid_size
-            raise ValueError(
-                f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
-                f"{self.num_tokens} tokens, the input has {x.shape[1]}"
-            )
         q, k, v = rearrange(self.qkv(x), "n t (three m d) -> three n m t d", three=3, m=self.num_heads)
         return self.proj(rearrange(self.attend(q, k, v), "n m t d -> n t (m d)"))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Both stages, before the projection: three (N, M, T, d) -> (N, M, T, d)."""
+        if q.shape[2] != self.num_tokens:
+            height, width = self.grid_size
+            raise ValueError(
+                f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
+                f"{self.num_tokens} tokens, the input has {q.shape[2]}"
+            )
         pooled = self._pool(q)  # (N, M, n, d)
         streams = self._streams(pooled) if "contrast" in (self.stage1, self.stage2) else None  # (N, M, 2n, d)
         return self._stage2(q, pooled, streams, self._stage1(pooled, streams, k, v))
@@ -155,6 +155,8 @@ class VisualContrastAttention(nn.Module):
         q = q[:, :, self.num_prefix_tokens :]
         if height % rows == 0 and width % columns == 0:
             return reduce(q, "n m (r a c b) d -> n m (r c) d", "mean", r=rows, c=columns, a=height // rows)
+        if rows % height == 0 and columns % width == 0:  # every bin lies in one token
+            return repeat(q, "n m (r c) d -> n m (r a c b) d", r=height, a=rows // height, b=columns // width)
         field = rearrange(q, "n m (h w) d -> n (m d) h w", h=height)
         pooled = F.adaptive_avg_pool2d(field, self.contrast_grid)
         return rearrange(pooled, "n (m d) r c -> n m (r c) d", m=self.num_heads)
@@ -205,13 +207,15 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, columns)
-        return rows @ columns.mT
+        logits = rows @ columns.mT
+        ctx.dtypes = rows.dtype, columns.dtype
+        ctx.save_for_backward(rows.to(logits.dtype), columns.to(logits.dtype))  # as autocast has used them
+        return logits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = ctx.saved_tensors
-        return gradient @ columns, gradient.mT @ rows
+        return (gradient @ columns).to(ctx.dtypes[0]), (gradient.mT @ rows).to(ctx.dtypes[1])
 
 
 def _logits(rows: Tensor, columns: Tensor) -> Tensor:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
-from vcagen import checkpoints
+from vcagen import checkpoints, cli
 from vcagen.codec import DEFAULT_VAE, LatentCodec
-from vcagen.config import Config, ModelConfig, ObjectiveConfig, SamplingConfig, from_dict
+from vcagen.config import Config, ModelConfig, ObjectiveConfig, SamplingConfig
 from vcagen.cost import Cost, measure
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DIT_SIZES, DiT, parse_size
@@ -25,13 +26,18 @@ from vcagen.latents import DataSpec
 from vcagen.samplers import SAMPLERS, Progress, RandnLike, with_cfg
 
 
-def build_accelerator(**options: Any) -> Accelerator:
+def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
     """accelerate's Accelerator on the GPU, or on the CPU where there is none, also under torchrun.
+
+    Patient processes wait a day for one that measures a reference or encodes the last shard.
 
     Raises:
         ValueError: the launcher started more processes than accelerate joined.
     """
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), **options)
+    # Gradients live in DDP's buckets instead of beside them; no buffer of ours changes.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    handlers = [ddp, InitProcessGroupKwargs(timeout=timedelta(days=1))] if patient else [ddp]
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers, **options)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise ValueError(
@@ -137,7 +143,7 @@ def load_run(
     if read.metadata is not None:
         if weights not in (None, "ema", read.name):
             raise ValueError(f"weights: {path} holds {read.name}, not {weights}")
-        config = from_dict(Config, read.metadata["config"])
+        config = cli.from_mapping(Config, read.metadata["config"])
         data = DataSpec.from_dict(read.metadata["data"])
         codec = LatentCodec.from_description(
             data.codec, vae=vae, precision=config.codec.precision, tiling=config.codec.tiling,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vcagen import checkpoints, plots
+from vcagen import checkpoints, cli, plots
 from vcagen.build import build_cost
-from vcagen.config import Config, from_dict
+from vcagen.config import Config
 from vcagen.files import atomic_file, write_json
 from vcagen.generate import LabelRule, SeededNoise
 from vcagen.latents import DataSpec
@@ -81,7 +81,7 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def report_run(folder: str | Path, out: str | Path | None = None) -> str:
-    """Write report.md and report.json of a run into `out` (the run folder itself) and loss.png into the run folder.
+    """Write report.md, report.json and loss.png of a run into `out`, by default the run folder itself.
 
     Raises:
         ValueError: not a run folder.
@@ -94,11 +94,11 @@ def report_run(folder: str | Path, out: str | Path | None = None) -> str:
     metadata = checkpoints.read_metadata(newest / "model.safetensors") if newest else None
     cost = None
     if metadata is not None:
-        config = from_dict(Config, metadata["config"])
+        config = cli.from_mapping(Config, metadata["config"])
         cost = build_cost(config.model, config.objective, DataSpec.from_dict(metadata["data"]))
     out = folder if out is None else Path(out)
-    picture = plots.plot_losses(folder)
-    text = run_text(run, cost, picture.name if out == folder else str(picture))
+    picture = plots.plot_losses(folder, out)
+    text = run_text(run, cost, picture.name)
     write_json(out / "report.json", run_values(run, cost))
     with atomic_file(out / "report.md") as temporary:
         temporary.write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from vcagen import checkpoints
@@ -19,12 +22,13 @@ from vcagen.config import Config, SamplingConfig, TrainConfig
 from vcagen.cost import activation_bytes, state_bytes
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DiT
+from vcagen.ema import EMA
 from vcagen.flow import LinearInterpolant
 from vcagen.generate import LabelRule, SeededNoise, resolve_sampling
 from vcagen.latents import DataSpec, open_dataset
 from vcagen.store import save_grid
 from vcagen.trainer import Trainer, local_part
-from vcagen.training_state import claim_run
+from vcagen.training_state import check_same_run, write_config
 
 
 def build_trainer(config: Config) -> Trainer:
@@ -40,12 +44,16 @@ def build_trainer(config: Config) -> Trainer:
         project_dir=config.run,
     )
     local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
-    check_intervals(config)
+    check_values(config)
+    run = Path(config.run)
+    check_same_run(run, config)
     dataset, codec = open_dataset(config.data, config.codec, device=accelerator.device)
-    check_same_data(Path(config.run), dataset.spec)
+    check_same_data(run, dataset.spec)
     network = initial_network(config, dataset.spec)
     objective = build_objective(config.objective)
     preview = None
+    if config.log.preview_every and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
     if config.log.preview_every:
         preview = build_preview(config, network, objective, codec, dataset.spec, accelerator.device)
         if accelerator.is_main_process:
@@ -53,13 +61,7 @@ def build_trainer(config: Config) -> Trainer:
                 codec.verify()  # a VAE that cannot be had is told now, not at the first preview
             except ValueError as error:
                 raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
-    run = Path(config.run)
-    if accelerator.is_main_process:
-        claim_run(run, config)
-    accelerator.wait_for_everyone()
-    if config.log.trackers:
-        accelerator.init_trackers("vcagen", config=flat(asdict(config)))
-    return Trainer(
+    trainer = Trainer(
         run=run,
         accelerator=accelerator,
         network=network,
@@ -75,6 +77,12 @@ def build_trainer(config: Config) -> Trainer:
         num_workers=config.data.num_workers,
         preview=preview,
     )
+    if accelerator.is_main_process:
+        write_config(run, config)
+    accelerator.wait_for_everyone()
+    if config.log.trackers:
+        accelerator.init_trackers("vcagen", config=flat(asdict(config)))
+    return trainer
 
 
 def apply_backend_flags(train: TrainConfig) -> None:
@@ -87,23 +95,38 @@ def apply_backend_flags(train: TrainConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def check_intervals(config: Config) -> None:
-    """Raise ValueError for counts and intervals that cannot be."""
-    counts = {
-        "train.steps": config.train.steps,
-        "train.batch_size": config.train.batch_size,
-        "log.log_every": config.log.log_every,
-        "log.preview_images": config.log.preview_images,
-        "checkpoint.save_every": config.checkpoint.save_every,
-        "checkpoint.keep_last": config.checkpoint.keep_last,
+def check_values(config: Config) -> None:
+    """Raise ValueError, by name, for values that no training can have."""
+    train, log, checkpoint = config.train, config.log, config.checkpoint
+    at_least = {
+        "train.steps": (train.steps, 1),
+        "train.batch_size": (train.batch_size, 1),
+        "train.micro_batch_size": (train.micro_batch_size, 1),
+        "train.weight_decay": (train.weight_decay, 0),
+        "train.learning_rate": (train.learning_rate, 0),
+        "log.log_every": (log.log_every, 1),
+        "log.preview_every": (log.preview_every, 0),
+        "log.preview_images": (log.preview_images, 1),
+        "checkpoint.save_every": (checkpoint.save_every, 1),
+        "checkpoint.keep_last": (checkpoint.keep_last, 1),
+        "checkpoint.keep_every": (checkpoint.keep_every, 0),
+        "data.num_workers": (config.data.num_workers, 0),
     }
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}: {value}; needs at least 1")
-    if config.train.learning_rate < 0:
-        raise ValueError(f"train.learning_rate: {config.train.learning_rate} is negative")
-    if not config.train.ema_decays:
-        raise ValueError("train.ema_decays: empty; needs at least one decay, 0 follows the weights")
+    for name, (value, least) in at_least.items():
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name}: {value}; needs at least {least}")
+    if train.max_grad_norm is not None and not train.max_grad_norm > 0:
+        raise ValueError(f"train.max_grad_norm: {train.max_grad_norm}; needs a number above 0")
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed: {config.seed} is not in 0..2^63 - 1")
+    if not train.ema_decays or len(set(train.ema_decays)) < len(train.ema_decays):
+        raise ValueError(f"train.ema_decays: {train.ema_decays}; needs different decays, at least one")
+    for decay in train.ema_decays:
+        EMA([], decay)  # refuses what it cannot be
+    available = [str(tracker.value) for tracker in get_available_trackers()]
+    for tracker in log.trackers:
+        if tracker not in available:
+            raise ValueError(f"log.trackers: {tracker} is not installed; there are {', '.join(available) or 'none'}")
 
 
 def check_same_data(run: Path, spec: DataSpec) -> None:
@@ -127,7 +150,7 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         network = build_model(config.model, config.objective, data)
-    if config.init is not None:
+    if config.init is not None and checkpoints.latest_checkpoint(config.run) is None:
         path = Path(config.init)
         weights = checkpoints.read_weights(checkpoints.find_weights(path) if path.is_dir() else path).state_dict
         table = "y_embedder.embedding_table.weight"
@@ -171,7 +194,8 @@ def describe_training(config: Config) -> str:
     """The plan of a training: cost, memory, batches, steps; everything is built, nothing is written."""
     accelerator = build_accelerator(mixed_precision=config.train.precision)
     part = local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
-    check_intervals(config)
+    check_values(config)
+    check_same_run(Path(config.run), config)
     dataset, _ = open_dataset(config.data, config.codec, device=accelerator.device)
     check_same_data(Path(config.run), dataset.spec)
     network = initial_network(config, dataset.spec)

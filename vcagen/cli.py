@@ -9,11 +9,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 T = TypeVar("T")
 
@@ -47,7 +48,9 @@ class Parser(ArgumentParser):
                 kinds = re.findall(r"'([\w+-]+)'", message.split("Literal[")[1].split("]")[0])
             kinds = ["null" if kind == "NoneType" else kind for kind in kinds]
             key = message.split(":", 1)[0]
-            return f"{key}: expected {' or '.join(kinds) or 'another type'}, got {given.group(1)!r}"
+            hints = [str(getattr(action, "_typehint", "")) for action in self._actions if action.dest == key]
+            expected = " or ".join(kinds) or " ".join(hints) or "a mapping of options"
+            return f"{key}: expected {expected}, got {given.group(1)!r}"
         return re.sub(r"\s+", " ", message)
 
 
@@ -68,9 +71,37 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
         optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
         parser.add_argument(positional, type=str, **optional)
     parser.add_class_arguments(config, as_group=False, skip={positional} if positional else set())
-    values = parser.instantiate(parser.parse_args(args)).as_dict()
-    del values["config"]
-    return config(**values)
+    return _instantiate(parser, config, parser.parse_args(args))
+
+
+def from_mapping(config: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """The dataclass `config` from nested mappings, as YAML and JSON hold them, with the checks of a command line.
+
+    Raises:
+        ValueError: as `parse`, with `where` before the option's name.
+    """
+    parser = _mapping_parser(config)  # type: ignore[arg-type]  # a class is hashable
+    try:
+        return _instantiate(parser, config, parser.parse_object(dict(values)))
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from error
+
+
+@cache
+def _mapping_parser(config: type[Any]) -> Parser:
+    parser = Parser(prog=config.__name__)
+    parser.add_class_arguments(config, as_group=False)
+    return parser
+
+
+def _instantiate(parser: Parser, config: type[T], values: Namespace) -> T:
+    types = get_type_hints(config)
+    for name, value in vars(values).items():
+        if is_dataclass(types.get(name)) and not isinstance(value, Namespace):
+            raise ValueError(f"{name}: expected a mapping of options, got {value!r}")
+    found = parser.instantiate(values).as_dict()
+    found.pop("config", None)
+    return config(**found)
 
 
 def run(main: Callable[[], None]) -> NoReturn:

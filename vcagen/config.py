@@ -2,33 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Literal, TypeVar, get_type_hints
-
-T = TypeVar("T")
-
-
-def from_dict(config: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """The dataclass `config` from nested mappings, as `dataclasses.asdict` makes and JSON and YAML store them.
-
-    Raises:
-        ValueError: a key that is no field, with the nearest one, or a required field that is missing.
-    """
-    types = get_type_hints(config)
-    given: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in types:
-            near = difflib.get_close_matches(key, types, n=1)
-            raise ValueError(f"{where}{key}: unknown option" + (f"; did you mean {where}{near[0]}?" if near else ""))
-        if is_dataclass(types[key]) and isinstance(value, Mapping):
-            value = from_dict(types[key], value, f"{where}{key}.")
-        given[key] = tuple(value) if key == "cfg_interval" and value is not None else value
-    try:
-        return config(**given)
-    except TypeError as error:
-        raise ValueError(f"{where or config.__name__}: {error}") from error
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)

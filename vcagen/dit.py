@@ -134,15 +134,21 @@ class DiT(nn.Module):
     ) -> None:
         super().__init__()
         height, width = as_grid("input_size", input_size)
-        if patch_size < 1 or height % patch_size or width % patch_size:
+        positive = {
+            "patch_size": patch_size, "in_channels": in_channels, "out_channels": out_channels, "depth": depth,
+            "hidden_size": hidden_size, "num_heads": num_heads, "mlp_ratio": mlp_ratio, "num_classes": num_classes,
+        }  # fmt: skip
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"{name}: {value} is not positive")
+        if height % patch_size or width % patch_size:
             raise ValueError(f"patch_size: {height} x {width} is not divisible by {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"hidden_size: {hidden_size} is not divisible by 4, as the position table needs")
-        for name, count in (("depth", depth), ("num_classes", num_classes), ("in_channels", in_channels)):
-            if count < 1:
-                raise ValueError(f"{name}: {count} is not positive")
         if not 0 <= class_dropout_prob <= 1:
             raise ValueError(f"class_dropout_prob: {class_dropout_prob} is not between 0 and 1")
+        if own := {"dim", "num_heads", "grid_size", "block_index", "num_prefix_tokens"} & set(attention_options or {}):
+            raise ValueError(f"attention_options: {', '.join(sorted(own))}: set by the network itself")
         self.input_size = (height, width)
         self.grid_size = (height // patch_size, width // patch_size)
         self.patch_size = patch_size

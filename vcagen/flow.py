@@ -31,12 +31,13 @@ class LinearInterpolant:
         t = _expand(t, x_t)
         return (t * velocity - x_t) / (1 - t)
 
-    def diffusion_coefficient(self, t: Tensor, form: str) -> Tensor:
+    def diffusion_coefficient(self, t: Tensor | float, form: str) -> Tensor:
         """w at times t, of the shape of t; SBDM is infinite at t = 0.
 
         Raises:
             ValueError: unknown form.
         """
+        t = torch.as_tensor(t)
         if form == "constant":
             return torch.ones_like(t)
         if form == "SBDM":

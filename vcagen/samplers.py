@@ -171,7 +171,8 @@ def ddim_sample(
     """
     if not 0 <= eta <= 1:
         raise ValueError(f"eta: {eta}; needs 0 to 1")
-    assert eta == 0 or randn_like is not None, "eta > 0 draws noise"
+    if eta > 0 and randn_like is None:
+        raise ValueError(f"randn_like: missing; eta {eta} draws noise")
     process = diffusion.respace(num_steps, "ddim")
     alpha_bars = process.alphas_cumprod.tolist()
     x, watch = noise, Watch(progress)

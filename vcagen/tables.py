@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from vcagen.config import Config, from_dict
+from vcagen import cli
+from vcagen.config import Config
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Row:
 
     def config(self) -> Config:
         """The recipe with the row's options."""
-        return from_dict(Config, {"run": self.run, **nested(self.options)})
+        return cli.from_mapping(Config, {"run": self.run, **nested(self.options)})
 
 
 @dataclass(frozen=True)
@@ -74,25 +75,37 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
         raise ValueError(f"{path}: not YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or not content["rows"]:
         raise ValueError(f"{path}: not a table; it needs title and rows")
-    common = content.get("set") or {}
+    common = _dotted(content.get("set"), f"{path}: set")
     rows = []
     for number, values in enumerate(content["rows"], start=1):
-        if not isinstance(values, dict):
-            raise ValueError(f"{path}: row {number}: {values!r}; a row has name, run and set")
-        values = {"set": {}, **values}
-        values["options"] = {**common, **values.pop("set"), **(options or {})}
-        row = from_dict(Row, values, f"row {number}: ")
-        row.config()
+        where = f"{path}: row {number}"
+        values = _dotted(values, where)
+        values["options"] = {**common, **_dotted(values.pop("set", None), f"{where}: set"), **(options or {})}
+        row = cli.from_mapping(Row, values, f"{where}: ")
+        try:
+            row.config()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         rows.append(row)
     names = [row.name for row in rows]
     for row in rows:
         if row.baseline is not None and row.baseline not in names:
             raise ValueError(f"{path}: baseline: {row.baseline} is no row")
-    available = tuple(content.get("seeds") or ())
+    listed = content.get("seeds") or []
+    if not isinstance(listed, list) or not all(isinstance(seed, int) for seed in listed):
+        raise ValueError(f"{path}: seeds: {listed!r}; needs a list of integers")
+    available = tuple(listed)
     if seeds is not None and not 1 <= seeds <= len(available):
         raise ValueError(f"seeds: {seeds}; {path} has {len(available)}")
-    latents = from_dict(Latents, content.get("latents") or {}, f"{path}: latents.")
+    latents = cli.from_mapping(Latents, _dotted(content.get("latents"), f"{path}: latents"), f"{path}: latents.")
     return Table(str(content.get("title", Path(path).stem)), rows, available[:seeds], latents)
+
+
+def _dotted(values: Any, where: str) -> dict[str, Any]:
+    """A mapping with text keys; nothing is an empty one."""
+    if not isinstance(values or {}, dict) or not all(isinstance(key, str) for key in values or {}):
+        raise ValueError(f"{where}: {values!r}; needs a mapping of options")
+    return dict(values or {})
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +116,8 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         *parents, last = key.split(".")
         for parent in parents:
             inner = inner.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{key}: {parent} is set as a whole too")
         inner[last] = value
     return result
 

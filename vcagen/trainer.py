@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -171,7 +173,7 @@ class Trainer:
         clip = self.settings.max_grad_norm
         if clip is not None or (k + 1) % self.log_settings.log_every == 0 or last:
             norm = self.accelerator.clip_grad_norm_(self.network.parameters(), math.inf if clip is None else clip)
-            self.grad_norm = norm.detach()
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm.detach()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for ema in self.emas:
@@ -226,6 +228,7 @@ class Trainer:
             batch_sampler=_Batches(self.sampler, self.step, self.settings.steps, self.part),
             collate_fn=keep,
             num_workers=self.num_workers,
+            worker_init_fn=_ignore_signals,
             pin_memory=self.device.type == "cuda" and not self.dataset.needs_main_process,
         )
 
@@ -236,10 +239,15 @@ class Trainer:
         self._check_finite()
         line = self.meter.write(
             self.step,
-            grad_norm=None if self.grad_norm is None else float(self.grad_norm),
+            grad_norm=self._finite_grad_norm(),
             learning_rate=self.settings.learning_rate,
         )
         bar.set_postfix(loss=f"{line['loss']:.4f}", images_per_s=f"{line['images_per_second']:.1f}")
+
+    def _finite_grad_norm(self) -> float | None:
+        """The last norm; None where fp16 overflowed, since JSON has no infinity."""
+        norm = math.nan if self.grad_norm is None else float(self.grad_norm)
+        return norm if math.isfinite(norm) else None
 
     def _progress(self) -> tqdm[Any]:
         return tqdm(
@@ -267,6 +275,7 @@ class Trainer:
 
     def _check_weights(self) -> None:
         norms = torch.stack(torch._foreach_norm([p.detach() for p in self.network.parameters()]))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
         finite = norms.isfinite().all().reshape(1).float()
         if not bool(self.accelerator.gather(finite).all()):
             raise ValueError(f"weights: not finite after step {self.step}; not saved")
@@ -304,8 +313,13 @@ class Trainer:
         if self.accelerator.is_main_process:
             remove_leftovers(self.run)
         folder = latest_checkpoint(self.run)
+        state: dict[str, Any] = (
+            {"step": 0, "meter": {"sums": {}, "images": 0}} if folder is None else read_state(folder)
+        )
+        steps = self.accelerator.gather(torch.tensor([state["step"]], device=self.device)).tolist()
+        if len(set(steps)) > 1:
+            raise ValueError(f"run: {self.run} is not the same folder for all processes: they find steps {steps}")
         if folder is not None:
-            state = read_state(folder)
             if state["num_items"] != len(self.dataset):
                 raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
             load_checkpoint(folder, self.network, self.emas, self.optimizer.optimizer)
@@ -318,7 +332,7 @@ class Trainer:
                     f"{self.accelerator.num_processes} processes now, {state['num_processes']} before; "
                     "batches, noise and times are the same"
                 )
-        self.meter.resume({"sums": {}, "images": 0} if folder is None else state["meter"], self.step)
+        self.meter.resume(state["meter"], self.step)
         self.accelerator.wait_for_everyone()
 
     # --- preview ---
@@ -332,9 +346,18 @@ class Trainer:
             names = [name for name, _ in self.network.named_parameters()]
             averaged = dict(zip(names, self.emas[0].averages, strict=True))
             self.network.eval()
-            self.preview(lambda x, t, y: torch.func.functional_call(self.network, averaged, (x, t, y)), self.step)
+            try:
+                self.preview(lambda x, t, y: torch.func.functional_call(self.network, averaged, (x, t, y)), self.step)
+            except ValueError as error:  # early weights may sample badly; that must not end the training
+                self._say(f"no preview of step {self.step}: {error}")
             self.network.train()
         self.accelerator.wait_for_everyone()
+
+
+def _ignore_signals(worker: int) -> None:
+    """Launchers signal the whole process group; a loader worker goes on until its training has stopped."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Batches:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vcagen.checkpoints import checkpoint_folder, list_checkpoints, save_weights
+from vcagen.checkpoints import checkpoint_folder, latest_checkpoint, list_checkpoints, save_weights
 from vcagen.config import Config
 from vcagen.ema import EMA
 from vcagen.files import atomic_file, atomic_folder, write_json
@@ -38,16 +38,21 @@ MUTABLE = (
 """What may change when a run goes on. The data may have moved: its description is compared instead."""
 
 
-def claim_run(run: Path, config: Config) -> None:
-    """Write config.yaml into a new run folder, or check that the existing one is of the same run.
+def check_same_run(run: Path, config: Config) -> None:
+    """Check that the configuration is that of the run, where one has been started and saved there.
 
     Raises:
-        ValueError: fields of the existing run that differ and may not, one by one.
+        ValueError: fields of the existing run that differ and may not, one by one; a damaged config.yaml.
     """
     path = run / "config.yaml"
-    ours = asdict(config)
-    if path.exists():
-        theirs = yaml.safe_load(path.read_text())
+    if latest_checkpoint(run) is not None:
+        ours = asdict(config)
+        try:
+            theirs = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: damaged: {error}") from error
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{path}: damaged: not a configuration")
         differences = [
             f"{key}: {_at(theirs, key)!r} there, {_at(ours, key)!r} here"
             for key in _leaves({**theirs, **ours})
@@ -57,8 +62,12 @@ def claim_run(run: Path, config: Config) -> None:
         ]
         if differences:
             raise ValueError(f"{run}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
-    with atomic_file(path) as temporary:
-        temporary.write_text(yaml.safe_dump(_plain(ours), sort_keys=False))
+
+
+def write_config(run: Path, config: Config) -> None:
+    """Write config.yaml into the run folder."""
+    with atomic_file(run / "config.yaml") as temporary:
+        temporary.write_text(yaml.safe_dump(_plain(asdict(config)), sort_keys=False))
 
 
 def _plain(value: Any) -> Any:
@@ -99,10 +108,10 @@ def save_checkpoint(
         state: what else the run needs, JSON-able.
     """
     names = [name for name, _ in network.named_parameters()]
-    raw = {name: _full(parameter) for name, parameter in network.named_parameters()}
-    averaged = [{name: _full(average) for name, average in zip(names, ema.averages, strict=True)} for ema in emas]
+    raw = {name: _full(parameter, main) for name, parameter in network.named_parameters()}
+    averaged = [{name: _full(a, main) for name, a in zip(names, ema.averages, strict=True)} for ema in emas]
     moments = {
-        f"{name}.{key}": _full(value)
+        f"{name}.{key}": _full(value, main)
         for name, parameter in network.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
@@ -173,9 +182,11 @@ def remove_leftovers(run: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor, keep: bool) -> Tensor:
+    """The whole tensor on the CPU, where it is to be kept; all processes take part where it is sharded."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.cpu() if keep else torch.empty(0)
 
 
 @torch.no_grad()
