@@ -171,3 +171,17 @@ def frechet_of_few(x, y):
     x, y = (x - mean_x) / (len(x) - 1) ** 0.5, (y - mean_y) / (len(y) - 1) ** 0.5
     cross = torch.linalg.svdvals(x @ y.T).sum()
     return ((mean_x - mean_y).square().sum() + x.square().sum() + y.square().sum() - 2 * cross).item()
+
+
+def damaged_npz(path, **arrays):
+    """A compressed .npz whose first array cannot be unpacked; its headers and its directory are whole."""
+    import zipfile
+
+    np.savez_compressed(path, **arrays)
+    with zipfile.ZipFile(path) as archive:
+        member = archive.infolist()[0]
+    data = bytearray(path.read_bytes())
+    middle = member.header_offset + 30 + len(member.filename) + 20 + member.compress_size // 2
+    data[middle : middle + 64] = b"\xff" * len(data[middle : middle + 64])
+    path.write_bytes(data)
+    return str(path)

@@ -1,5 +1,6 @@
 """Command lines: one-line errors, help, YAML, and the list of jobs."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -133,7 +134,9 @@ def test_the_jobs_are_listed(capsys):
 def test_every_job_has_help(name, capsys):
     with pytest.raises(SystemExit) if name != "bench" else _nothing():
         JOBS[name].main(["--help"])
-    assert "usage" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "usage" in text
+    assert re.search(rf"python -m vcagen {name} [\w/]", text), "an example"
 
 
 def _nothing():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import frechet_of_few, python, random_pictures, torchrun, user_error
+from helpers import damaged_npz, frechet_of_few, python, random_pictures, torchrun, user_error
 from PIL import Image
 
 from vcagen.__main__ import main
@@ -18,6 +18,7 @@ from vcagen.metrics.features import InceptionFeatures, PixelFeatures
 from vcagen.metrics.scores import InceptionScore, frechet_distance, precision_recall
 from vcagen.metrics.sources import ImageSource, open_samples, result_path
 from vcagen.metrics.statistics import open_reference
+from vcagen.runs import read_run
 from vcagen.store import write_npz
 
 
@@ -110,7 +111,8 @@ def test_result_of_inception(inception_weights, tmp_path):
     assert result["protocol"] == "adm-2021/UNKNOWN"
     assert result["weights"]["sha256"] == extractor.sha256
     assert (result["n_samples"], result["n_ref_pr"], result["resolution"]) == (10, 10, 32)
-    assert result["extractor"]["tf32"] is False
+    assert (result["extractor"]["tf32"], result["extractor"]["batch"]) == (False, 10)
+    assert {"mean_term", "trace_sample", "trace_ref", "trace_cross", "min_eig"} < result["frechet"].keys()
     assert result["samples"]["source"] == "memory"
     assert "non-ADM-reference" in " ".join(result["warnings"])
     warnings = " ".join(result["warnings"])
@@ -164,6 +166,7 @@ def test_order_padding_repeats_and_interruptions_do_not_change_scores(digits, tm
     straight = Evaluator(PixelFeatures(), digits, 26)
     straight.update(images, range(30))
     expected = straight.finalize()
+    assert expected["samples"]["dropped"] == 4
     assert (
         expected["samples"]["sha256_of_stream"]
         == hashlib.sha256(
@@ -331,8 +334,65 @@ def test_number_of_samples(tmp_path):
 
 
 def test_where_the_result_goes():
-    assert str(result_path("a/samples.npz")) == str(result_path("a/images")) == "a/results.json"
-    assert str(result_path("a/mine")) == "a/mine/results.json"
+    assert str(result_path("a/samples.npz", "pixels")) == str(result_path("a/images", "pixels")) == "a/results.json"
+    assert str(result_path("a/mine", "pixels")) == "a/mine/results.json"
+
+
+def test_scores_of_another_extractor_are_kept(tmp_path):
+    results = tmp_path / "samples" / "a" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps({"extractor": {"name": "pixels"}, "metrics": {"fd_pixels_40": 1.0}}))
+    assert result_path(str(results.parent), "pixels") == results
+    other = result_path(str(results.parent), "inception")
+    assert other.name == "results_inception.json"
+    other.write_text(json.dumps({"extractor": {"name": "inception"}, "metrics": {"fid_40": 2.0}}))
+    assert [score.name for score in read_run(tmp_path).scores] == ["fd_pixels_40", "fid_40"]
+    results.write_text("[]")
+    with pytest.raises(ValueError, match=r"results\.json: damaged"):
+        result_path(str(results.parent), "pixels")
+
+
+def test_the_output_folder_of_sample_py(tmp_path):
+    images = noisy_digits(4)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"num_images": 4}))
+    with pytest.raises(ValueError, match=r"kept no images here"):
+        open_samples(str(tmp_path))
+    write_npz(tmp_path / "samples.npz", images.permute(0, 2, 3, 1).numpy())
+    (tmp_path / "features").mkdir()
+    assert open_samples(str(tmp_path)).kind == "npz"
+    write_pngs(tmp_path / "images", images)
+    write_pngs(tmp_path / "preview", images[:2])
+    source = open_samples(str(tmp_path))
+    assert (source.kind, source.count, source.warnings) == ("folder", 4, [])
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"num_images": "abc"}', "{}", "\\xff"])
+def test_damaged_manifests(tmp_path, text):
+    folder = write_pngs(tmp_path / "images", noisy_digits(4))
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json: damaged"):
+        main(["evaluate", folder, "--extractor", "pixels", "--reference", "digits"])
+
+
+def test_damaged_and_absurd_samples(tmp_path, monkeypatch):
+    path = damaged_npz(tmp_path / "x.npz", arr_0=np.random.default_rng(0).integers(0, 9, (40, 8, 8, 3), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"x\.npz: damaged"):
+        list(open_samples(path).batches(8))
+    folder = write_pngs(tmp_path / "large", random_pictures(2, 16))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"000000\.png: broken image \(Image size"):
+        open_samples(folder)
+
+
+def test_the_extractor_is_tried_once(digits, monkeypatch):
+    calls = []
+    extractor = PixelFeatures()
+    monkeypatch.setattr(
+        PixelFeatures, "__call__", lambda self, x, call=PixelFeatures.__call__: calls.append(len(x)) or call(self, x)
+    )
+    evaluate_images(source_of(noisy_digits(8)), extractor, digits, batch=4)
+    assert calls == [1, 4, 4]
 
 
 # --- the command line

@@ -1,5 +1,9 @@
 """Inception features as the ADM evaluator's, and the weight-free pixels."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +12,13 @@ from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d
 from torch_fidelity.utils import create_feature_extractor
 
 from vcagen.files import sha256
-from vcagen.metrics.features import InceptionFeatures, PixelFeatures, full_precision, load_extractor
+from vcagen.metrics.features import (
+    InceptionFeatures,
+    PixelFeatures,
+    _downloaded_weights,
+    full_precision,
+    load_extractor,
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +140,21 @@ def test_missing_weights_say_where_they_come_from(tmp_path, monkeypatch):
     message = str(caught.value)
     assert "weights-inception-2015-12-05-6726825d.pth" in message
     assert "--inception_weights PATH" in message
+
+
+def test_processes_that_start_together_download_once(tmp_path, monkeypatch):
+    downloads = []
+
+    def download(url, path, **_):
+        downloads.append(path)
+        time.sleep(0.2)
+        Path(path).write_bytes(b"weights")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    with ThreadPoolExecutor(3) as pool:
+        paths = {future.result() for future in [pool.submit(_downloaded_weights) for _ in range(3)]}
+    assert [str(path) for path in paths] == downloads
 
 
 def test_grey_images_are_not_for_inception(extractor):

@@ -107,7 +107,12 @@ def test_images_scores_and_records(tmp_path, objective, capsys):
     result = json.loads((out / "results.json").read_text())
     assert json.loads(capsys.readouterr().out) == result["metrics"]
     assert result["metrics"]["fd_pixels_10"] > 0
-    assert result["sampler"]["batch"] == 4
+    assert result["extractor"]["batch"] == 4
+    assert (result["samples"]["dropped"], result["samples"]["labels"]) == (2, "random")
+    assert {"mean_term", "trace_sample", "trace_ref", "trace_cross", "min_eig"} < result["frechet"].keys()
+    sampler = {"kind": manifest["sampler"], "method": None, "steps": 5, "cfg_scale": 1.0, "cfg_channels": None,
+               "cfg_interval": None, "seed": 0, "world_size": 1, "batch": 4, "precision": "no"}  # fmt: skip
+    assert {key: result["sampler"][key] for key in sampler} == sampler
     assert result["model"]["step"] == 10
 
 
@@ -122,6 +127,23 @@ def test_the_scores_are_those_of_evaluate(tmp_path, capsys):
     assert sampled.keys() == evaluated.keys()
     for name in sampled:
         assert sampled[name] == pytest.approx(evaluated[name], rel=1e-6), name
+
+
+def test_evaluate_later_knows_how_the_images_were_made(tmp_path, capsys):
+    from vcagen.__main__ import main
+
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    sample("--run", run, "--out", tmp_path / "out", *SETTINGS)
+    main(["evaluate", str(tmp_path / "out"), *reference])
+    evaluated = json.loads((tmp_path / "out" / "results.json").read_text())
+    sample("--run", run, "--out", tmp_path / "out", *SETTINGS, *reference)
+    sampled = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert evaluated.keys() == sampled.keys()
+    for name in ("uint8_rule", "sampler", "model", "vae", "sampling"):
+        assert evaluated[name] == sampled[name], name
+    assert evaluated["samples"]["dropped"] == 2
+    assert evaluated["samples"]["source"] == str(tmp_path / "out" / "images")
+    assert evaluated["warnings"] == sampled["warnings"]
 
 
 def test_scores_can_come_later_and_from_nothing_but_features(tmp_path, capsys):
@@ -221,8 +243,11 @@ def test_an_exported_file_is_all_that_sampling_needs(tmp_path, capsys):
     sample("--run", run, "--out", tmp_path / "a", *SETTINGS)
     main(["export", str(run), "--out", str(tmp_path / "x.safetensors")])
     capsys.readouterr()
-    main(["inspect", str(tmp_path / "x.safetensors"), "--json", "true"])
+    main(["inspect", str(tmp_path / "x.safetensors"), "--json", "-"])
     told = json.loads(capsys.readouterr().out)
+    main(["inspect", str(tmp_path / "x.safetensors"), "--json", str(tmp_path / "x.json")])
+    assert json.loads((tmp_path / "x.json").read_text()) == told
+    assert "cat, dog, eel" in capsys.readouterr().out
     assert told["data"]["class_names"] == ["cat", "dog", "eel"]
     assert told["step"] == 10
     shutil.rmtree(run)

@@ -112,12 +112,19 @@ def test_frechet_of_fewer_images_than_features_at_full_size():
     assert found == pytest.approx(exact, rel=1e-8)
 
 
+def test_the_smallest_eigenvalue_of_a_covariance_that_the_ones_vector_does_not_see():
+    cov = torch.eye(4, dtype=torch.float64)
+    cov[:2, :2] = torch.tensor([[1, 0.9], [0.9, 1]])  # (1, -1, 0, 0) has the eigenvalue 0.1
+    mean = torch.zeros(4, dtype=torch.float64)
+    assert frechet_distance(mean, cov, mean, cov).min_eig == pytest.approx(0.1, rel=1e-3)
+
+
 def test_frechet_reports_its_parts():
     mean, cov = randn(8), covariance(8)
     parts = frechet_distance(mean, cov, mean + 1, 4 * cov)
     assert parts.mean_term == pytest.approx(8)
-    assert parts.trace_a == pytest.approx(cov.trace().item())
-    assert parts.trace_b == pytest.approx(4 * cov.trace().item())
+    assert parts.trace_sample == pytest.approx(cov.trace().item())
+    assert parts.trace_ref == pytest.approx(4 * cov.trace().item())
     assert parts.trace_cross == pytest.approx(2 * cov.trace().item())
     assert parts.min_eig == pytest.approx(torch.linalg.eigvalsh(cov)[0].item(), rel=0.05)
     singular = torch.diag(torch.tensor([4.0, 1, 0]))

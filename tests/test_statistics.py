@@ -1,21 +1,23 @@
 """Streaming moments, and references of every kind: what is used, and what is refused."""
 
+import json
 import zipfile
 
 import numpy as np
 import pytest
 import torch
-from helpers import image_folder, random_pictures
+from helpers import damaged_npz, image_folder, random_pictures
 from PIL import Image
 
 from vcagen.images import load_digits, read_image
-from vcagen.metrics.features import Features, InceptionFeatures, PixelFeatures
+from vcagen.metrics.features import Features, InceptionFeatures, PixelFeatures, load_extractor
 from vcagen.metrics.scores import frechet_distance
 from vcagen.metrics.sources import open_npz
 from vcagen.metrics.statistics import (
     FeatureStatistics,
     Moments,
     image_digests,
+    measure,
     open_reference,
     save_statistics,
 )
@@ -252,6 +254,65 @@ def test_images_beside_stored_statistics_serve_precision_and_recall_only(tmp_pat
     assert open_reference(path, PixelFeatures(), rows=False).rows is None
 
 
+@pytest.mark.parametrize("extractor", ["pixels", "inception"])
+def test_features_beside_stored_statistics_are_measured_once(tmp_path, monkeypatch, extractor, inception_weights):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    extractor = load_extractor(extractor, weights=inception_weights)
+    channels, size = (1, 64) if extractor.name == "pixels" else (3, 2048)
+    images = random_pictures(4, 8, channels=channels).permute(0, 2, 3, 1).numpy()
+    statistics = {"mu": np.zeros(size), "sigma": np.eye(size)}
+    path = str(tmp_path / "adm.npz")
+    np.savez(path, arr_0=images, **statistics)
+    measured = []
+
+    def counted(*args):
+        measured.append(1)
+        return measure(*args)
+
+    monkeypatch.setattr("vcagen.metrics.statistics.measure", counted)
+    first, second = (open_reference(path, extractor, progress=False).rows for _ in range(2))
+    assert torch.equal(first, second)
+    assert len(measured) == 1
+    np.savez(path, arr_0=255 - images, **statistics)
+    open_reference(path, extractor, progress=False)
+    assert len(measured) == 2
+    (cut, _) = sorted((tmp_path / "torch").rglob("rows_*"))
+    for file in (tmp_path / "torch").rglob("rows_*"):
+        file.write_bytes(cut.read_bytes()[:50])
+    open_reference(path, extractor, progress=False)
+    assert len(measured) == 3
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "file"))  # a cache that cannot be written
+    assert len(open_reference(path, extractor, progress=False).rows) == 4
+
+
+def test_meta_records_and_rows_are_checked(tmp_path):
+    extractor, path = PixelFeatures(), tmp_path / "ref.npz"
+    save_statistics(path, open_reference("digits", extractor, progress=False), extractor)
+    with np.load(path) as file:
+        arrays = dict(file)
+    good = json.loads(str(arrays["meta"]))
+    changes = [({key: value for key, value in good.items() if key != name}, f"'{name}' is missing") for name in good]
+    changes += [({**good, "source": 3}, ""), ({**good, "shape": [8, 8]}, "shape"), ({**good, "count": "x"}, "count"),
+                ([], "")]  # fmt: skip
+    for meta, found in changes:
+        np.savez(path, **{**arrays, "meta": np.array(json.dumps(meta))})
+        with pytest.raises(ValueError, match=rf"ref\.npz: its meta record is damaged \(.*{found}"):
+            open_reference(str(path), extractor)
+    for rows in (arrays["rows"][:, :-1], arrays["rows"][0], arrays["rows"].astype(int)):
+        np.savez(path, **{**arrays, "rows": rows})
+        with pytest.raises(ValueError, match=r"ref\.npz: rows are .*; \(K, 64\) float32 fit"):
+            open_reference(str(path), extractor)
+
+
+def test_a_damaged_compressed_file(tmp_path):
+    arrays = {"sigma": np.random.default_rng(0).random((64, 64)), "mu": np.zeros(64)}
+    path = damaged_npz(tmp_path / "x.npz", **arrays)
+    with pytest.raises(ValueError, match=r"reference: .*x\.npz: "):
+        open_reference(path, PixelFeatures())
+
+
 def test_bad_stored_statistics(tmp_path):
     path = tmp_path / "adm.npz"
     nan = np.full(64, np.nan)
@@ -264,6 +325,7 @@ def test_bad_stored_statistics(tmp_path):
         ({"mu": np.array([{}] * 64, dtype=object)}, "Object arrays cannot be loaded"),
         ({"mu_s": np.zeros(3)}, "one of mu_s and sigma_s is missing"),
         ({"meta": np.array("{")}, "its meta record is damaged"),
+        ({"sigma": np.diag([1.0] * 63 + [-0.01])}, "mu and sigma: no covariance, with the eigenvalue -0.01 below 0"),
     ):
         with pytest.raises(ValueError, match=rf"reference: .*adm\.npz: {found}"):
             open_reference(adm_statistics(path, **changes), PixelFeatures())

@@ -28,7 +28,7 @@ def encode(args: list[str]) -> None:
     from vcagen.build import build_accelerator
     from vcagen.encode import encode as encode_images
 
-    accelerator = build_accelerator()
+    accelerator = build_accelerator(patient=True)
     encode_images(
         config,
         rank=accelerator.process_index,
@@ -65,11 +65,12 @@ def evaluate(args: list[str]) -> None:
     from vcagen.job_configs import EvaluateConfig
     from vcagen.metrics.evaluate import evaluate_images
     from vcagen.metrics.features import load_extractor
-    from vcagen.metrics.sources import open_samples, result_path, sample_manifest
+    from vcagen.metrics.sources import open_samples, result_path, sample_facts, sample_manifest
     from vcagen.metrics.statistics import open_reference
 
     config = cli.parse(EvaluateConfig, args, prog="python -m vcagen evaluate", positional="samples")
-    manifest = sample_manifest(config.samples)
+    manifest, facts = sample_manifest(config.samples), sample_facts(config.samples)
+    out = config.out or result_path(config.samples, config.extractor)
     expected = manifest.get("num_images") if config.num_images is None else config.num_images
     samples = open_samples(config.samples, num_workers=config.num_workers, expected=expected)
     extractor = load_extractor(config.extractor, weights=config.inception_weights)
@@ -83,8 +84,7 @@ def evaluate(args: list[str]) -> None:
         rows=config.precision_recall,
         shape=samples.shape,
     )
-    result = evaluate_images(samples, extractor, reference, batch=config.batch, sampling=manifest)
-    out = config.out or result_path(config.samples)
+    result = evaluate_images(samples, extractor, reference, batch=config.batch, sampling=manifest, **facts)
     write_json(out, result)
     print(json.dumps(result["metrics"], indent=2))
     for warning in result["warnings"]:
@@ -183,6 +183,7 @@ def bench(args: list[str]) -> None:
     names = sorted(module.name for module in modules if not module.name.startswith("_"))
     if not args or args[0] in ("-h", "--help"):
         print(f"usage: python -m vcagen bench NAME [options]\n\nnames: {', '.join(names)}")
+        print("\nexample: python -m vcagen bench attention --json attention.json")
         return
     if args[0] not in names:
         raise ValueError(f"{args[0]}: unknown benchmark; choose from {', '.join(names)}")
@@ -192,11 +193,17 @@ def bench(args: list[str]) -> None:
 def inspect(args: list[str]) -> None:
     """Say what weights hold."""
     from vcagen import checkpoints, cli
+    from vcagen.files import write_json
     from vcagen.job_configs import InspectConfig
 
     config = cli.parse(InspectConfig, args, prog="python -m vcagen inspect", positional="path")
     description = checkpoints.describe(config.path)
-    print(json.dumps(description, indent=2) if config.json else checkpoints.table(description))
+    if config.json == "-":
+        print(json.dumps(description, indent=2))
+        return
+    print(checkpoints.table(description))
+    if config.json:
+        write_json(config.json, description)
 
 
 def export(args: list[str]) -> None:

@@ -68,6 +68,33 @@ def write_json(path: str | Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n")
 
 
+def read_record(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        value = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: damaged (a JSON {type(value).__name__}, not an object)")
+    return value
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """A manifest.json of sample.py.
+
+    Raises:
+        ValueError: no JSON object, or num_images is no integer.
+    """
+    manifest = read_record(path)
+    if type(count := manifest.get("num_images")) is not int:
+        raise ValueError(f"{path}: damaged (num_images: {count!r} is no integer)")
+    return manifest
+
+
 def sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     with Path(path).open("rb") as file:

@@ -10,17 +10,23 @@ from vcagen.config import CodecConfig, ImageConfig, ModelConfig, ObjectiveConfig
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Say what a run folder or a weights file holds: step, averages, parameters, configuration, classes, VAE."""
+    """Say what a run folder or a weights file holds: step, averages, parameters, configuration, classes, VAE.
+
+    python -m vcagen inspect runs/quickstart
+    """
 
     path: str
     """Run folder, weights file of ours, or public DiT or SiT file."""
-    json: bool = False
-    """Print JSON."""
+    json: str | None = None
+    """Also write all of it to this JSON file; - prints JSON instead of the table."""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write one weights file of a run, with all that sampling needs in it."""
+    """Write one weights file of a run, with all that sampling needs in it.
+
+    python -m vcagen export runs/quickstart --out digits.safetensors
+    """
 
     run: str
     """Run folder."""
@@ -34,7 +40,10 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class EncodeConfig(CodecConfig, ImageConfig):
-    """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing."""
+    """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing.
+
+    python -m vcagen encode imagenet/train --out latents/imagenet256
+    """
 
     images: str = ""
     """Image folder with one folder a class (or none), or digits."""
@@ -54,7 +63,11 @@ class EncodeConfig(CodecConfig, ImageConfig):
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Parameters and multiply-adds of a table of the paper, or of one network."""
+    """Parameters and multiply-adds of a table of the paper, or of one network.
+
+    python -m vcagen cost configs/table2.yaml
+    python -m vcagen cost --model.size S/2 --model.attention vca
+    """
 
     table: str | None = None
     """Table file, such as configs/table2.yaml; its rows are printed beside the published numbers."""
@@ -132,7 +145,10 @@ class ExtractorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StatsConfig(ExtractorConfig):
-    """Write the reference statistics of an image folder, an .npz or the built-in digits."""
+    """Write the reference statistics of an image folder, an .npz or the built-in digits.
+
+    python -m vcagen stats my/images --image_size 256 --out reference.npz
+    """
 
     images: str
     """Image folder, .npz of images (statistics stored in it are kept), or digits."""
@@ -147,10 +163,13 @@ class StatsConfig(ExtractorConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(ExtractorConfig):
-    """Score a folder or an .npz of samples against a reference: FID, sFID, IS, precision, recall."""
+    """Score a folder or an .npz of samples against a reference: FID, sFID, IS, precision, recall.
+
+    python -m vcagen evaluate runs/sit/samples/FOLDER --reference VIRTUAL_imagenet256_labeled.npz
+    """
 
     samples: str
-    """Folder of 8-bit RGB images, or .npz with arr_0; digits for the built-in set."""
+    """Folder of 8-bit RGB images, output folder of sample.py, or .npz with arr_0; digits for the built-in set."""
     reference: str
     """ADM .npz, image folder, statistics of `vcagen stats`, or digits."""
     num_images: int | None = None
@@ -158,4 +177,5 @@ class EvaluateConfig(ExtractorConfig):
     precision_recall: bool = True
     """Compute precision and recall, where the reference has images or features."""
     out: str | None = None
-    """Result file. Default: results.json beside the images, above a folder called images."""
+    """Result file. Default: results.json beside the images, above a folder called images; results_EXTRACTOR.json
+    where that holds scores of another extractor."""

@@ -19,7 +19,7 @@ DIGITS_ACCURACY = "digits_accuracy"
 
 @dataclass(frozen=True)
 class Score:
-    """One evaluation: results.json of a folder of samples."""
+    """One evaluation: results.json, or results_EXTRACTOR.json, of a folder of samples."""
 
     folder: Path
     name: str
@@ -76,7 +76,7 @@ def read_run(
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{folder}: damaged: {error}") from error
     scores = []
-    for file in sorted(folder.glob("samples/*/results.json")):
+    for file in sorted(folder.glob("samples/*/results*.json")):
         try:
             result = json.loads(file.read_text())
             names = [name for name in result["metrics"] if re.match(r"(fid|fd_pixels)_", name)]

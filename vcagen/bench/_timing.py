@@ -44,7 +44,7 @@ def wait(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def open_device(name: str, threads: int | None) -> torch.device:
+def open_device(name: str, threads: int | None = None) -> torch.device:
     """The device of that name, with that many threads for the CPU.
 
     Raises:

@@ -107,7 +107,7 @@ def write_latents(folder: Path, items: int) -> torch.Tensor:
     codec = {"vae": "synthetic", "sha256": "", "scaling_factor": 1.0, "shift_factor": 0.0, "channels": 4}
     shards = -(-items // SHARD_SIZE)
     metadata: dict[str, Any] = {
-        "codec": {**codec, "downsample": 8}, "image_size": 256, "class_names": ["image"], "count": items,
+        "format": 1, "codec": {**codec, "downsample": 8}, "image_size": 256, "class_names": ["image"], "count": items,
         "shard_size": SHARD_SIZE, "shards": shards,
     }  # fmt: skip
     moments = torch.randn(min(items, SHARD_SIZE), 2, 8, 32, 32, dtype=torch.float16)

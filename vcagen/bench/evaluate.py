@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vcagen import cli
+from vcagen.bench._timing import open_device
 from vcagen.files import write_json
 from vcagen.metrics.features import InceptionFeatures
 from vcagen.metrics.scores import frechet_distance
@@ -51,6 +52,7 @@ def main(args: list[str]) -> None:
     for name, least in (("images", 0), ("batch", 1), ("dimensions", 0), ("repeats", 1), ("num_workers", 1)):
         if getattr(config, name) < least:
             raise ValueError(f"{name}: {getattr(config, name)}; needs at least {least}")
+    open_device(config.device)
     result: dict[str, Any] = {"device": config.device, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     if config.images:
         with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vcagen import cli
+from vcagen.bench._timing import open_device, wait
 from vcagen.build import build_model, build_objective, build_sampler
 from vcagen.codec import LatentCodec
 from vcagen.config import ModelConfig, ObjectiveConfig, SamplingConfig
@@ -64,10 +65,10 @@ class Timed:
         self.seconds = 0.0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        _wait(self.device)
+        wait(self.device)
         start = time.perf_counter()
         result = self.function(*args, **options)
-        _wait(self.device)
+        wait(self.device)
         self.seconds += time.perf_counter() - start
         return result
 
@@ -78,7 +79,7 @@ def main(args: list[str]) -> None:
     for name in ("num_images", "batch", "num_steps", "repeats"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
-    device = torch.device(config.device)
+    device = open_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         codec = LatentCodec(random_vae(folder) if config.vae == "random" else config.vae, device=device)
         data = DataSpec.of(codec.description(), config.image_size, [str(label) for label in range(1000)])
@@ -97,7 +98,7 @@ def main(args: list[str]) -> None:
             network.seconds = decode.seconds = 0.0
             start = time.perf_counter()
             scores = _run(sample, decode, config, data, device, Path(folder) / str(repeat))
-            _wait(device)
+            wait(device)
             whole.append(time.perf_counter() - start)
             if whole[-1] == min(whole):
                 parts = {"network": network.seconds, "VAE": decode.seconds, "scores": scores}
@@ -170,13 +171,8 @@ def _bare(
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

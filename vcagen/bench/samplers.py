@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vcagen import cli
+from vcagen.bench._timing import open_device
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DIT_SIZES, DiT
 from vcagen.files import write_json
@@ -41,8 +42,9 @@ def main(args: list[str]) -> None:
     for name in ("batch", "num_steps", "repeats"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
-    noise = torch.randn(config.batch, 4, 32, 32, device=config.device)
-    labels = torch.zeros(config.batch, dtype=torch.int64, device=config.device)
+    device = open_device(config.device)
+    noise = torch.randn(config.batch, 4, 32, 32, device=device)
+    labels = torch.zeros(config.batch, dtype=torch.int64, device=device)
 
     forward = _forward_seconds(noise, labels, config.repeats)
     print(f"DiT-S/2 forward, batch {config.batch}, {noise.device}: {1e3 * forward:.2f} ms\n")

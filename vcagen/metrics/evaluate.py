@@ -63,6 +63,7 @@ class Evaluator:
         self.folder = None if folder is None else Path(folder)
         self._rows = precision_recall and reference is not None and reference.rows is not None
         self._shape: tuple[int, int, int] | None = None
+        self._dropped = 0
         self._started = time.monotonic()
         self._reset()
 
@@ -91,6 +92,7 @@ class Evaluator:
         self.check_shape((images.shape[1], images.shape[2], images.shape[3]))
         index = torch.as_tensor(index)
         keep = int((index < self.count).sum())
+        self._dropped += len(index) - keep
         if keep:
             pool, spatial = self.extractor(images)  # padding included: batch shapes do not change
             features = Features(pool[:keep], None if spatial is None else spatial[:keep])
@@ -163,8 +165,8 @@ class Evaluator:
     def finalize(self, **facts: Any) -> dict[str, Any]:
         """The result (PROTOCOL: metrics, everything they depend on, warnings), in one process, after all are done.
 
-        `facts` are further entries of the result: sampler, model, vae, uint8_rule; `samples` and `warnings` are added
-        to what is there.
+        `facts` are further entries of the result: sampler, model, vae, uint8_rule; `samples`, `extractor` and
+        `warnings` are added to what is there.
 
         Raises:
             ValueError: an image without features.
@@ -196,8 +198,12 @@ class Evaluator:
             "resolution": None if shape is None else shape[1],
             "reference": reference.record(),
             "weights": self.extractor.record(),
-            "extractor": self._environment(),
-            "samples": {"sha256_of_stream": statistics.images_sha256, **facts.pop("samples", {})},
+            "extractor": {**self._environment(), **facts.pop("extractor", {})},
+            "samples": {
+                "sha256_of_stream": statistics.images_sha256,
+                "dropped": self._dropped,
+                **facts.pop("samples", {}),
+            },
             **facts,
             "frechet": frechet._asdict(),
             "warnings": self._warnings() + facts.get("warnings", []),
@@ -284,8 +290,8 @@ def evaluate_images(
     evaluator.check_shape(source.shape, source.path)
     for images, index in _numbered(source, batch):
         evaluator.update(images, index)
-    samples = {"source": source.path, "kind": source.kind, "index_rule": "file order", **facts.pop("samples", {})}
-    return evaluator.finalize(samples=samples, warnings=source.warnings, **facts)
+    samples = {**facts.pop("samples", {}), "source": source.path, "kind": source.kind, "index_rule": "file order"}
+    return evaluator.finalize(samples=samples, extractor={"batch": batch}, warnings=source.warnings, **facts)
 
 
 def _numbered(source: ImageSource, batch: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -166,7 +167,7 @@ class PixelFeatures:
 
 
 def _downloaded_weights() -> Path:
-    """The weights file in torch's cache, fetched from where torch-fidelity has it if absent."""
+    """The weights file in torch's cache, fetched from where torch-fidelity has it if absent, by one process."""
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     url: str = URL_INCEPTION_V3
@@ -174,7 +175,9 @@ def _downloaded_weights() -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.hub.download_url_to_file(url, str(path), hash_prefix=WEIGHTS_PREFIX)
+            with FileLock(f"{path}.lock"):
+                if not path.exists():
+                    torch.hub.download_url_to_file(url, str(path), hash_prefix=WEIGHTS_PREFIX)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
             raise ValueError(
                 f"inception_weights: cannot download {url} ({error}); fetch it elsewhere and give "

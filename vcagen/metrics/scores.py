@@ -19,12 +19,12 @@ _BLOCK = 4_096
 
 
 class Frechet(NamedTuple):
-    """||mean_a - mean_b||^2 + tr A + tr B - 2 tr sqrt(A B), and its parts."""
+    """||mean_a - mean_b||^2 + tr A + tr B - 2 tr sqrt(A B), and its parts; a are the samples, b is the reference."""
 
     distance: float
     mean_term: float
-    trace_a: float
-    trace_b: float
+    trace_sample: float
+    trace_ref: float
     trace_cross: float
     """tr sqrt(A B)"""
     min_eig: float
@@ -70,7 +70,7 @@ def _nuclear_norm(x: Tensor, least: float) -> float:
 
 def _smallest_eigenvalue(factor: Tensor) -> float:
     """Smallest eigenvalue, from above, of the matrix with this Cholesky factor: inverse iteration."""
-    x = torch.ones(len(factor), 1, dtype=factor.dtype)
+    x = torch.arange(1, len(factor) + 1, dtype=factor.dtype).sin()[:, None]  # a vector that is special to no matrix
     for _ in range(5):
         x = torch.cholesky_solve(x / x.norm(), factor)
     return 1 / x.norm().item()

@@ -5,8 +5,8 @@ No source holds more than a few batches; an .npz is read through its zip member,
 
 from __future__ import annotations
 
-import json
 import zipfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vcagen.files import read_manifest, read_record
 from vcagen.images import center_crop, load_digits, read_image, scan_images
+
+DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError)
+"""What zipfile and numpy raise at an .npz that is none or is damaged."""
+BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""What Pillow raises at a broken or absurdly large image."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,13 @@ class ImageSource:
 def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None) -> ImageSource:
     """Images that somebody generated: a folder of 8-bit RGB (or all 8-bit grey) files of one size, or an ADM .npz.
 
-    Every header is read before this returns. A folder is taken in the order of `scan_images`.
+    Every header is read before this returns. A folder is taken in the order of `scan_images`. Of an output folder of
+    sample.py the images that it kept are taken: images/, else samples.npz.
 
     Raises:
         ValueError: nothing there, a file of another mode or size, less than 2 images, or not `expected` images.
     """
+    path = _kept_images(path)
     if path == "digits" or Path(path).suffix == ".npz":
         source = open_images(path)
         extra: list[str] = []
@@ -64,18 +72,36 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
 def sample_manifest(path: str) -> dict[str, Any]:
     """What `sample.py` wrote about the samples at `path`, its output folder or the images in it; {} for others'."""
     file = _output_folder(path) / "manifest.json"
-    if not file.is_file():
-        return {}
-    try:
-        manifest = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: damaged ({error})") from error
-    return manifest if isinstance(manifest, dict) else {}
+    return read_manifest(file) if file.is_file() else {}
 
 
-def result_path(path: str) -> Path:
-    """results.json beside the images, or beside the .npz, at `path`; above a folder called images."""
-    return _output_folder(path) / "results.json"
+def sample_facts(path: str) -> dict[str, Any]:
+    """Entries of the result that only `sample.py` knows, as it left them in facts.json; {} for others' samples."""
+    file = _output_folder(path) / "facts.json"
+    made = read_record(file) if file.is_file() else {}
+    return {name: made[name] for name in ("uint8_rule", "samples", "sampler", "model", "vae") if name in made}
+
+
+def result_path(path: str, extractor: str) -> Path:
+    """results.json beside the images, or beside the .npz, at `path`; above a folder called images.
+
+    Where it holds scores of another extractor, results_EXTRACTOR.json instead.
+    """
+    file = _output_folder(path) / "results.json"
+    before = read_record(file).get("extractor") if file.is_file() else None
+    if isinstance(before, dict) and before.get("name") != extractor:
+        return file.with_name(f"results_{extractor}.json")
+    return file
+
+
+def _kept_images(path: str) -> str:
+    folder = Path(path)
+    if not (folder / "manifest.json").is_file():
+        return path
+    for kept in (folder / "images", folder / "samples.npz"):
+        if kept.exists():
+            return str(kept)
+    raise ValueError(f"{path}: sample.py kept no images here; make them with --png true or --npz true")
 
 
 def _output_folder(path: str) -> Path:
@@ -137,7 +163,7 @@ def _open_sample_folder(path: str, num_workers: int) -> tuple[ImageSource, list[
         try:
             with Image.open(file) as image:
                 return _pixels(image)
-        except (OSError, SyntaxError, ValueError) as error:
+        except BROKEN as error:
             raise ValueError(f"{file}: broken image ({error})") from error
 
     warnings = []
@@ -162,7 +188,7 @@ def _header(file: Path) -> tuple[str, tuple[int, int]]:
                     bits = raw.read(25)[24]
                 mode = mode if bits == 8 or mode not in ("RGB", "L") else f"{bits}-bit {mode}"
             return mode, image.size
-    except (OSError, SyntaxError, ValueError) as error:
+    except BROKEN as error:
         raise ValueError(f"{file}: broken image ({error})") from error
 
 
@@ -205,7 +231,7 @@ def open_npz(path: str) -> ImageSource:
                 shape, fortran, dtype = _npy_header(member)
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: no readable .npz file ({error})") from error
-    except ValueError as error:
+    except DAMAGED as error:
         raise ValueError(str(error) if path in str(error) else f"{path}: arr_0 is unreadable ({error})") from error
     if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or fortran:
         order = ", Fortran order" if fortran else ""
@@ -227,7 +253,7 @@ def open_npz(path: str) -> ImageSource:
                 n = min(batch, count - start)
                 try:
                     data = member.read(n * size)
-                except zipfile.BadZipFile as error:
+                except DAMAGED as error:
                     raise ValueError(f"{path}: damaged ({error})") from error
                 if len(data) != n * size:
                     raise ValueError(f"{path}: arr_0 ends within image {start + len(data) // size} of {count}")
@@ -247,9 +273,9 @@ def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def _labels_sorted(path: str) -> bool:
-    with np.load(path, allow_pickle=False) as file:
-        try:
+    try:
+        with np.load(path, allow_pickle=False) as file:
             labels = file["arr_1"]
-        except ValueError:
-            return False
+    except DAMAGED:
+        return False
     return labels.ndim == 1 and len(labels) > 1 and labels[0] != labels[-1] and bool((labels[1:] >= labels[:-1]).all())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from vcagen.files import atomic_file, sha256
 from vcagen.metrics.features import Extractor, Features
-from vcagen.metrics.sources import ImageSource, open_images, open_npz
+from vcagen.metrics.sources import DAMAGED, ImageSource, open_images, open_npz
 
 REFERENCE_ROWS = 10_000
 """Images of a reference folder that precision and recall use, spread evenly over it: as many as ADM's batch has."""
@@ -179,7 +180,8 @@ def open_reference(
 
     Statistics stored in a file are used as they are; those of images are computed here. `image_size` crops the images
     of a folder as in training. `rows` also provides the features that precision and recall need.
-    Images of another shape (C, H, W) than `shape`, the samples', are refused before any work.
+    Images of another shape (C, H, W) than `shape`, the samples', are refused before any work. Features of the images
+    beside stored statistics are cached in torch's cache folder.
 
     Raises:
         ValueError: nothing there, pickled or damaged arrays, missing, non-finite or wrongly sized statistics, or
@@ -248,7 +250,7 @@ def _load_statistics(path: str) -> dict[str, Any]:
                 raise ValueError(f"one of mu_s and sigma_s is missing, found {', '.join(sorted(names))}")
             wanted = names & {"mu", "sigma", "mu_s", "sigma_s", "rows", "meta"}
             return {"images": "arr_0" in names, **{name: file[name] for name in wanted}}
-    except (OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
+    except DAMAGED as error:
         raise ValueError(f"reference: {path}: {error}") from error
 
 
@@ -260,7 +262,14 @@ def _gaussian(path: str, mu: Any, sigma: Any, names: str) -> Gaussian:
             raise ValueError(f"reference: {path}: {names} hold NaN or infinity")
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
         raise ValueError(f"reference: {path}: {names} have shapes {mu.shape} and {sigma.shape}; (D,) and (D, D) fit")
-    return Gaussian(torch.from_numpy(mu.astype(np.float64)), torch.from_numpy(sigma.astype(np.float64)))
+    mean, cov = torch.from_numpy(mu.astype(np.float64)), torch.from_numpy(sigma.astype(np.float64))
+    symmetric = (cov + cov.T) / 2
+    rounding = len(cov) * torch.finfo(torch.float32).eps * cov.diagonal().abs().amax()  # sigma may have been float32
+    if torch.linalg.cholesky_ex(symmetric + rounding * torch.eye(len(cov), dtype=cov.dtype)).info:
+        least = torch.linalg.eigvalsh(symmetric)[0]
+        if least < -rounding:
+            raise ValueError(f"reference: {path}: {names}: no covariance, with the eigenvalue {least:.3g} below 0")
+    return Gaussian(mean, cov)
 
 
 def _stored(
@@ -284,21 +293,33 @@ def _stored(
     if "meta" in arrays:
         try:
             meta = json.loads(str(arrays["meta"]))
-            identity, shape, kept = meta["identity"], meta["shape"], arrays.get("rows")
+            identity, kind = meta["identity"], meta["source"]["kind"]
+            count, images_sha256 = meta["count"], meta["images_sha256"]
+            shape = None if meta["shape"] is None else tuple(int(side) for side in meta["shape"])
+            if shape is not None and len(shape) != 3:
+                raise ValueError(f"shape {shape}")
+            if not (count is None or type(count) is int):
+                raise ValueError(f"count {count!r}")
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"reference: {path}: its meta record is damaged ({error})") from error
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"reference: {path}: its meta record is damaged ({reason})") from error
+        kept = arrays.get("rows")
+        if kept is not None and (kept.ndim != 2 or kept.shape[1] != len(pool.mean) or kept.dtype.kind != "f"):
+            raise ValueError(
+                f"reference: {path}: rows are {kept.dtype} {kept.shape}; (K, {len(pool.mean)}) float32 fit"
+            )
         if identity != extractor.identity:
             raise ValueError(f"reference: {path}: made by {identity}, but the samples are seen by {extractor.identity}")
         refuse_other_shape(path, shape, expected)
         return Reference(
-            kind="npz" if meta["source"]["kind"] == "npz" else "statistics",
+            kind="npz" if kind == "npz" else "statistics",
             path=path,
             pool=pool,
             spatial=spatial,
             rows=torch.from_numpy(kept).float() if rows and kept is not None else None,
-            shape=None if shape is None else (shape[0], shape[1], shape[2]),
-            count=meta["count"],
-            images_sha256=meta["images_sha256"],
+            shape=shape,
+            count=count,
+            images_sha256=images_sha256,
             file_sha256=file_sha256,
         )
     kept, shape = None, None
@@ -307,8 +328,30 @@ def _stored(
         shape = source.shape
         refuse_other_shape(path, shape, expected)
         if rows:
-            kept = measure(source, extractor, batch, source.count, progress).rows
+            kept = _cached_rows(source, file_sha256, extractor, batch, progress)
     return Reference("npz", path, pool, spatial, kept, shape, file_sha256=file_sha256)
+
+
+def _cached_rows(
+    source: ImageSource, file_sha256: str, extractor: Extractor, batch: int, progress: bool
+) -> Tensor | None:
+    """(N, D) pool features of all images of a file, measured once a machine: kept below torch's cache folder."""
+    key = hashlib.sha256(f"{file_sha256} {extractor.identity}".encode()).hexdigest()
+    cache = Path(torch.hub.get_dir()) / "vcagen" / f"rows_{key[:32]}.safetensors"
+    try:
+        rows = load_file(cache)["rows"]
+        if len(rows) == source.count:
+            return rows
+    except (OSError, SafetensorError, KeyError):
+        pass
+    measured = measure(source, extractor, batch, source.count, progress).rows
+    if measured is not None:
+        try:
+            with atomic_file(cache) as temporary:
+                save_file({"rows": measured}, temporary)
+        except (OSError, SafetensorError):
+            pass  # only time is lost
+    return measured
 
 
 def save_statistics(path: str | Path, reference: Reference, extractor: Extractor) -> None:
