@@ -45,7 +45,10 @@ def main() -> None:
         source, weights=config.weights, step=config.step, objective=config.objective, vae=config.vae, device=device
     )
     settings = resolve_sampling(config, run.config.sampling, run.config.objective.name)
-    labels = LabelRule(settings.labels or "random", run.data.num_classes, run.data.class_names)
+    check_values(config, settings, run)
+    labels = LabelRule(
+        "random" if settings.labels is None else settings.labels, run.data.num_classes, run.data.class_names
+    )
     network = torch.compile(run.model, dynamic=False) if config.compile else run.model
     sample = build_sampler(
         network, run.objective, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
@@ -101,6 +104,17 @@ def main() -> None:
     accelerator.end_training()
     if no_scores and main_process:
         raise ValueError(no_scores)
+
+
+def check_values(config: SampleConfig, settings: SamplingConfig, run: Run) -> None:
+    """Raise ValueError, by name, for values that do not fit the run."""
+    trained, channels = run.config.objective.name, run.latent_shape[0]
+    if config.objective not in (None, trained):
+        raise ValueError(f"objective: {config.objective}; the weights were trained for {trained}")
+    if config.decode_batch is not None and config.decode_batch < 1:
+        raise ValueError(f"decode_batch: {config.decode_batch}; needs at least 1")
+    if settings.guided_channels is not None and settings.guided_channels > channels:
+        raise ValueError(f"guided_channels: {settings.guided_channels}; the latents have {channels}")
 
 
 def default_folder(config: SampleConfig, settings: SamplingConfig, step: int | None) -> Path:

@@ -1,6 +1,7 @@
 """Weights files: every wrapping loads bit-equal, nothing runs code, every mismatch is one line with its cause."""
 
 import argparse
+import json
 import os
 import pickle
 
@@ -186,6 +187,47 @@ def test_a_public_sit_file_loads_its_first_half_exactly():
         assert torch.allclose(narrow(x, t, y), wide(x, t, y)[:, :4], atol=1e-6)
     with pytest.raises(ValueError, match=r"final_layer\.linear\.weight: \(16, 16\) in the file, \(32, 16\)"):
         checkpoints.load_into(wide, narrow.state_dict())
+
+
+def test_metadata_that_is_not_ours_to_read_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    cases = {
+        "[1]": "damaged metadata: a list",
+        "{": "damaged metadata: Expecting",
+        '{"format": 2}': "weights of format 2",
+        '{"format": 1}': "state of the optimizer",
+        json.dumps({**metadata(), "config": None}): "damaged metadata: config: None",
+        json.dumps({**metadata(), "step": "x"}): "damaged metadata: step: 'x'",
+        json.dumps({key: value for key, value in metadata().items() if key != "ema_decay"}): "ema_decay: missing",
+    }
+    for text, message in cases.items():
+        save_file(network().state_dict(), path, metadata={"vcagen": text})
+        for read in (checkpoints.read_metadata, checkpoints.read_weights, checkpoints.describe):
+            with pytest.raises(ValueError, match=rf"x\.safetensors: {message}|x\.safetensors: .*{message}"):
+                read(path)
+
+
+def test_averages_of_no_known_decay_are_told(tmp_path):
+    state = a_run(tmp_path)
+    for content in ({**metadata(), "config": {}}, None):
+        file = tmp_path / "checkpoints" / "step_0000010" / "ema_0.9.safetensors"
+        file.with_name("ema_0.999.safetensors").unlink(missing_ok=True)
+        checkpoints.save_weights(file, state, content) if content else save_file(state, file)
+        with pytest.raises(ValueError, match=r"step_0000010: its averages do not say train\.ema_decays"):
+            checkpoints.find_weights(tmp_path)
+        assert checkpoints.find_weights(tmp_path, weights="ema_0.9") == file
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"x_embedder.proj.weight": (16, 4)}, {"blocks.x.weight": (2,)}, {"blocks.": (2,)}, {"pos_embed": (4,)},
+     {"x_embedder.proj.weight": (16, 4, 0, 0)}, {"final_layer.linear.weight": ()}],
+)  # fmt: skip
+def test_odd_shapes_are_no_dit(tmp_path, change):
+    state = {**network().state_dict(), **{name: torch.zeros(shape) for name, shape in change.items()}}
+    torch.save(state, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=r"odd\.pt: weights: names or shapes that no DiT or SiT has"):
+        checkpoints.describe(tmp_path / "odd.pt")
 
 
 def test_architecture_from_shapes():

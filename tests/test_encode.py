@@ -243,9 +243,9 @@ def test_latents_that_overflow_name_their_image(config, tmp_path):
 def test_image_size_must_fit_the_vae(config):
     with pytest.raises(ValueError, match=r"image_size: 36; the VAE .* takes multiples of 8"):
         encode(change(config, image_size=36))
-    for field in ("batch", "shard_size"):
-        with pytest.raises(ValueError, match=f"{field}: 0"):
-            encode(change(config, **{field: 0}))
+    for field, value in {"batch": 0, "shard_size": 0, "image_size": 0, "num_workers": -1}.items():
+        with pytest.raises(ValueError, match=f"^{field}: {value}; expected"):
+            encode(change(config, **{field: value}))
 
 
 def test_identity_and_digits_are_exact(config, tmp_path):

@@ -10,9 +10,10 @@ from dataclasses import asdict
 
 import pytest
 import yaml
-from helpers import ENV, ROOT, python
+from helpers import ENV, ROOT
 
 from vcagen import experiment
+from vcagen.__main__ import main
 from vcagen.experiment import missing_commands, run_experiment
 from vcagen.tables import load_table
 
@@ -126,7 +127,11 @@ def test_commands_say_everything_and_done_ones_are_left_out(tmp_path):
     assert missing_commands(row, 2, folder) == [sample]
     out.mkdir(parents=True)
     (out / "manifest.json").write_text(json.dumps({"labels": "balanced", "num_images": 2000, "cfg_scale": 1.0}))
-    (out / "results.json").write_text("{}")
+    scores = {"n_samples": 2000, "reference": {"path": "digits"}, "extractor": {"name": "pixels"}}
+    for change in ({"n_samples": 50}, {"reference": {"path": "other.npz"}}, {"extractor": {"name": "inception"}}):
+        (out / "results.json").write_text(json.dumps({**scores, **change}))
+        assert missing_commands(row, 2, folder) == [sample]
+    (out / "results.json").write_text(json.dumps(scores))
     assert missing_commands(row, 2, folder) == []
     (out / "manifest.json").write_text(json.dumps({"labels": "balanced", "num_images": 2000, "cfg_scale": 1.5}))
     assert missing_commands(row, 2, folder) == [sample]  # which refuses, naming the field
@@ -136,13 +141,16 @@ def test_commands_say_everything_and_done_ones_are_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_miniature_with_one_seed_and_ten_steps(tmp_path):
-    runs = tmp_path / "runs"
-    command = ["-m", "vcagen", "experiment", "configs/miniature.yaml", "--runs", runs, "--jobs", "2", "--seeds", "1",
+def test_two_rows_of_the_miniature_with_one_seed_and_ten_steps(tmp_path, capsys):
+    runs, table = tmp_path / "runs", yaml.safe_load((ROOT / "configs" / "miniature.yaml").read_text())
+    table["rows"] = [row for row in table["rows"] if row["run"] in ("sit-mhsa", "sit-vca-4")]
+    (tmp_path / "miniature.yaml").write_text(yaml.safe_dump(table))
+    command = ["experiment", tmp_path / "miniature.yaml", "--runs", runs, "--jobs", "2", "--seeds", "1",
                "--steps", "10", "--num_images", "20"]  # fmt: skip
-    text, _ = python(*command, timeout=1200)
+    main([str(argument) for argument in command])
+    text = capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads((runs / "report" / "miniature.json").read_text())["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 2
     for row in rows.values():
         assert row["marks"] == []
         assert row["score_name"] == "fd_pixels_20"
@@ -159,7 +167,8 @@ def test_the_miniature_with_one_seed_and_ten_steps(tmp_path):
     others = {path: path.stat().st_mtime_ns for path in runs.glob("*/seed_0/samples/*/results.json") if path != result}
     before = json.loads(result.read_text())["metrics"]
     result.unlink()
-    again, _ = python(*command, timeout=300)
+    main([str(argument) for argument in command])
+    again = capsys.readouterr().out
     assert again.replace(" ", "") == text.replace(" ", "")
     assert json.loads(result.read_text())["metrics"] == before
     assert others == {path: path.stat().st_mtime_ns for path in others}

@@ -65,6 +65,17 @@ def test_noise_depends_on_seed_and_index_alone():
     assert torch.equal(noise.labels([8, 1], 5), noise.labels(range(10), 5)[[8, 1]])
 
 
+def test_noise_drawn_ahead_is_the_same(monkeypatch):
+    noise, x = SeededNoise(7), torch.zeros(3, *SHAPE)
+    plain = noise.randn_like([4, 1, 2])
+    expected = [plain(x) for _ in range(4)]
+    monkeypatch.setattr("vcagen.generate._draws_ahead", lambda device: True)
+    ahead, other = noise.randn_like([4, 1, 2]), noise.randn_like([0, 1, 2])
+    for value in expected:
+        other(x)
+        assert torch.equal(ahead(x), value)
+
+
 def test_noise_never_repeats():
     """torch's generators keep 32 bits of a seed; seed + index would give image 1 of seed 0 to image 0 of seed 1."""
     pairs = [(0, 0), (0, 1), (1, 0), (2**32, 0), (0, 2**32), (2**63, 1), (12345678901, 0)]
@@ -93,6 +104,10 @@ def test_label_rules():
     assert LabelRule("dog, 0", 3, names)(range(5), noise).tolist() == [1, 0, 1, 0, 1]
     assert LabelRule("eel, the fish", 3, names)(range(2), noise).tolist() == [2, 2]
     assert LabelRule("random", 1)(range(4), noise).tolist() == [0] * 4
+    numbers = ("1", "10", "2")
+    assert LabelRule("0,01,2, 10", 3, numbers)(range(4), noise).tolist() == [0, 1, 2, 1]
+    with pytest.raises(ValueError, match=r"labels: '1' is a label and also the name of class 0; give 01 .*, or 00 for"):
+        LabelRule("1", 3, numbers)
     for bad in "3", "1000", "-1", "cow", "cat,,dog", "1.5", "":
         with pytest.raises(
             ValueError, match=r"labels: .* is not a class; valid are labels 0\.\.2 or class names cat, dog"
@@ -268,6 +283,29 @@ def test_npz_is_what_adm_reads(tmp_path, png):
     assert not [path for path in (tmp_path / "b").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(("first", "then"), [({}, {"npz": True}), ({}, {"png": False, "npz": True}),
+                                             ({"png": False, "npz": True}, {})])  # fmt: skip
+def test_another_form_is_copied(tmp_path, monkeypatch, first, then, finished):
+    monkeypatch.setattr("vcagen.store.PREVIEW", 2)
+    generate(a_store(tmp_path / "a"))
+    expected = a_store(tmp_path / "a").read(range(10))
+    store = a_store(tmp_path / "b", **first)
+    generate(store, None if finished else [0, 2])
+    if finished:
+        store.finish()
+    added = a_store(tmp_path / "b", **then)
+    assert generate(added) == (0 if finished else 2)
+    added.finish()
+    assert a_store(tmp_path / "b", **then).missing() == []
+    if then.get("npz"):
+        with np.load(tmp_path / "b" / "samples.npz") as archive:
+            assert torch.equal(torch.from_numpy(archive["arr_0"]).permute(0, 3, 1, 2), expected)
+    else:
+        assert files(tmp_path / "b") == files(tmp_path / "a")
+    assert not [path for path in (tmp_path / "b").iterdir() if path.name.startswith(".")]
+
+
 def test_preview_and_grey_images(tmp_path):
     store = SampleStore(tmp_path, 10, 4, image_shape=(1, 8, 8), settings={})
     generate(store, decode=lambda x: to_uint8(x[:, :1]))
@@ -292,7 +330,8 @@ class Collected:
 
 
 @pytest.mark.parametrize("options", [{}, {"png": False, "npz": True}, {"png": False}])
-def test_images_are_scored_as_they_are_made_and_afterwards(tmp_path, options):
+def test_images_are_scored_as_they_are_made_and_afterwards(tmp_path, monkeypatch, options):
+    monkeypatch.setattr("vcagen.store.PREVIEW", 4)
     generate(a_store(tmp_path / "a"))
     expected = a_store(tmp_path / "a").read(range(10))
     store, scores = a_store(tmp_path / "b", **options), Collected()
@@ -300,7 +339,7 @@ def test_images_are_scored_as_they_are_made_and_afterwards(tmp_path, options):
     assert torch.equal(torch.stack([scores.images[i] for i in range(10)]), expected)
     assert generate(store, scores=scores) == 0
     later = Collected()
-    assert generate(store, scores=later) == (0 if store.keeps_images else 6)
+    assert generate(store, scores=later) == (0 if store.keeps_images else 4)  # the first chunk is in the preview
     store.finish()
     assert torch.equal(torch.stack([later.images[i] for i in range(10)]), expected)
     assert (tmp_path / "b" / "preview.png").exists()

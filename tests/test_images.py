@@ -195,6 +195,18 @@ def test_bad_files_are_found(tmp_path):
     assert kept.labels == (0, 0, 0, 0, 1, 1, 1)
 
 
+def test_all_bad_files_are_listed_before_the_error(tmp_path, capsys):
+    image_folder(tmp_path, {"a": 1})
+    names = [f"a/bad_{i:02d}.png" for i in range(30)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"nothing")
+    folder = scan_images(tmp_path)
+    with pytest.raises(ValueError, match=r"30 unreadable images: .* and 10 more"):
+        without_bad(folder, find_bad_images(folder.root, folder.paths, 1), ImageConfig())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"  {tmp_path / name}" for name in names]
+
+
 def test_every_cut_of_every_format_is_found(tmp_path):
     for name in ("a.jpg", "b.png", "c.webp", "d.bmp", "e.gif", "f.tif"):
         formula_image(64, 64).save(tmp_path / name)

@@ -115,6 +115,33 @@ def test_codec_options(vae):
     assert half.description() == LatentCodec(vae).description()
 
 
+def test_the_vae_keeps_its_precision_whatever_is_set_around_it(vae):
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    codec = LatentCodec(vae)
+    exact = codec.moments(x)
+    images = codec.decode(exact[:, :4])
+    seen = []
+
+    def look(*_):
+        cudnn = torch.backends.cudnn
+        seen.append((cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, torch.get_float32_matmul_precision()))
+
+    for module in (codec._model.encoder, codec._model.decoder):
+        module.register_forward_hook(look)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(codec.moments(x), exact)
+                assert torch.equal(codec.decode(exact[:, :4]), images)
+            assert torch.backends.cudnn.allow_tf32
+            assert torch.backends.cudnn.benchmark
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert seen == [(False, True, False, "highest")] * 2
+
+
 def test_identity_codec():
     for channels in (1, 3):
         codec = LatentCodec("identity", channels=channels)
@@ -286,7 +313,7 @@ def test_values_and_labels_are_validated(shards, tmp_path):
         LatentDataset(rewrite(shards, tmp_path / "labels", lambda m: None, lambda t: t["labels"].add_(1)))
 
 
-def test_incomplete_and_foreign_sets_are_refused(shards, tmp_path):
+def test_incomplete_and_foreign_sets_are_refused(shards, images, vae, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "copy")
     second = copy / "shard_00001.safetensors"
     data = second.read_bytes()
@@ -301,6 +328,12 @@ def test_incomplete_and_foreign_sets_are_refused(shards, tmp_path):
     shutil.copy(other / second.name, copy)
     with pytest.raises(ValueError, match=r"of another set .*image_size"):
         LatentDataset(copy)
+    newer = rewrite(shards, tmp_path / "newer", lambda metadata: metadata.update(format=2))
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors: latents of format 2; this version reads format 1"):
+        LatentDataset(newer)
+    empty = rewrite(shards, tmp_path / "empty", lambda metadata: metadata.clear())
+    with pytest.raises(ValueError, match=r"shard_00000\.safetensors: latents of format None"):
+        encode(encode_config(images, empty, vae))
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ValueError, match=r"python -m vcagen encode"):
             LatentDataset(path)
@@ -348,6 +381,13 @@ def test_train_from_images(images, vae, shards):
         open_dataset(
             DataConfig(path=str(images), from_images=True, images=ImageConfig(image_size=30)), CodecConfig(vae=vae)
         )
+
+
+def test_an_image_size_of_nothing_is_refused(images, vae, shards):
+    for path, from_images in ((images, True), (shards, False), ("digits", False)):
+        config = DataConfig(path=str(path), from_images=from_images, images=ImageConfig(image_size=0))
+        with pytest.raises(ValueError, match=r"^data\.images\.image_size: 0; expected 1 or more"):
+            open_dataset(config, CodecConfig())
 
 
 def test_train_from_broken_images(tmp_path, vae):

@@ -250,11 +250,39 @@ def test_report_of_a_run(tmp_path, capsys):
     assert values["scores"][0]["metrics"]["fid_50k"] == 70.5
     assert (run / "report.md").read_text().strip() == text.strip()
     assert (run / "loss.png").exists()
+    (run / "loss.png").unlink()
+    main(["report", str(run), "--out", str(tmp_path / "elsewhere")])
+    assert "](loss.png)" in (tmp_path / "elsewhere" / "report.md").read_text()
+    assert (tmp_path / "elsewhere" / "loss.png").exists()
+    assert not (run / "loss.png").exists()
     with pytest.raises(ValueError, match="no run folder"):
         main(["report", str(tmp_path)])
 
 
+def test_a_damaged_run_is_named(tmp_path):
+    make(tmp_path)
+    run = tmp_path / "runs" / "dit"
+    config, log = run / "config.yaml", run / "metrics.jsonl"
+    good = yaml.safe_load(config.read_text())
+    for text in ("5", "a: [", yaml.safe_dump({**good, "train": 3})):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=r"dit/config\.yaml: (damaged|not the configuration of a run: )"):
+            read_run(run)
+    for part in ("model", "train", "data", "objective"):
+        config.write_text(yaml.safe_dump({key: value for key, value in good.items() if key != part}))
+        with pytest.raises(ValueError, match=rf"dit/config\.yaml: not the configuration of a run: {part}\..* missing"):
+            read_run(run)
+    config.write_text(yaml.safe_dump(good))
+    for line in ("5", "[]", "{", '{"loss": 1.0}'):
+        log.write_text('{"step": 1, "loss": 1.0}\n' + line + "\n")
+        with pytest.raises(ValueError, match=r"dit/metrics\.jsonl: damaged"):
+            read_run(run)
+
+
 def test_loss_curve(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert plot_losses(tmp_path, tmp_path / "out") == tmp_path / "out" / "loss.png"
+    assert not (tmp_path / "loss.png").exists()
     assert plot_losses(tmp_path) == tmp_path / "loss.png"  # a run that was stopped before its first line
     empty = (tmp_path / "loss.png").read_bytes()
     lines = [{"step": i, "loss": 1 / i, "vb": 0.1 / i, "images_per_second": 1e6} for i in range(1, 20)]

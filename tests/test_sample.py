@@ -283,11 +283,16 @@ def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
         (("--png", "false"), "nothing would be kept"),
         (("--num_images", "0"), "num_images: 0"),
         (("--batch", "0"), "batch: 0"),
+        (("--decode_batch", "0"), "decode_batch: 0"),
+        (("--decode_batch", "-2"), "decode_batch: -2"),
+        (("--labels", ""), "labels: '' is not a class"),
+        (("--objective", "flow"), "objective: flow; the weights were trained for diffusion"),
         (("--reference", "nowhere.npz", "--extractor", "pixels"), r"reference: nowhere\.npz"),
         (("--reference", "digits", "--extractor", "pixels"), "reference: digits"),
         (("--inception_weights", "nowhere.pth", "--reference", "digits"), r"inception_weights: nowhere\.pth"),
         (("--checkpoint", "x.pt"), "run: give one of"),
         (("--guided_channels", "0", "--cfg_scale", "2"), "guided_channels: 0"),
+        (("--guided_channels", "9", "--cfg_scale", "2"), "guided_channels: 9; the latents have 3"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):

@@ -63,9 +63,21 @@ def read_metadata(path: str | Path) -> dict[str, Any] | None:
         text = (file.metadata() or {}).get("vcagen")
     if text is None:
         return None
-    metadata: dict[str, Any] = json.loads(text)
+    try:
+        metadata = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged metadata: {error}") from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path}: damaged metadata: a {type(metadata).__name__}; expected an object")
     if metadata.get("format") != 1:
         raise ValueError(f"{path}: weights of format {metadata.get('format')!r}; this version reads format 1")
+    if metadata.keys() == {"format"}:
+        raise ValueError(f"{path}: state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
+    kinds = {"config": dict, "data": dict, "step": int, "ema_decay": float | None}
+    for key, kind in kinds.items():
+        if key not in metadata or not isinstance(metadata[key], kind):
+            found = repr(metadata[key])[:40] if key in metadata else "missing"
+            raise ValueError(f"{path}: damaged metadata: {key}: {found}")
     return metadata
 
 
@@ -226,26 +238,28 @@ def architecture(state_dict: Mapping[str, Tensor]) -> dict[str, int | float]:
     grid (tokens a side) where the position table is stored.
 
     Raises:
-        ValueError: not the names of a DiT.
+        ValueError: not the names and shapes of a DiT.
     """
     try:
         width, in_channels, patch, _ = state_dict["x_embedder.proj.weight"].shape
         hidden = state_dict["blocks.0.mlp.fc1.weight"].shape[0]
         rows = state_dict["final_layer.linear.weight"].shape[0]
         labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
+        found: dict[str, int | float] = {
+            "hidden_size": width,
+            "depth": 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks.")),
+            "patch_size": patch,
+            "in_channels": in_channels,
+            "out_channels": rows // patch**2,
+            "num_labels": labels,
+            "mlp_ratio": hidden / width,
+        }
+        if "pos_embed" in state_dict:
+            found["grid"] = round(state_dict["pos_embed"].shape[-2] ** 0.5)
     except KeyError as error:
         raise ValueError(f"weights: {error.args[0]} missing; a DiT or SiT is needed") from None
-    found: dict[str, int | float] = {
-        "hidden_size": width,
-        "depth": 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks.")),
-        "patch_size": patch,
-        "in_channels": in_channels,
-        "out_channels": rows // patch**2,
-        "num_labels": labels,
-        "mlp_ratio": hidden / width,
-    }
-    if "pos_embed" in state_dict:
-        found["grid"] = round(state_dict["pos_embed"].shape[-2] ** 0.5)
+    except (ValueError, IndexError, ZeroDivisionError):
+        raise ValueError("weights: names or shapes that no DiT or SiT has") from None
     return found
 
 
@@ -285,8 +299,12 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     averages = {path.name.removesuffix(".safetensors"): path for path in checkpoints[step].glob("ema_*.safetensors")}
     if weights == "ema" and averages:
         metadata = read_metadata(next(iter(averages.values())))
-        assert metadata is not None, "the trainer writes metadata"
-        weights = f"ema_{metadata['config']['train']['ema_decays'][0]}"
+        try:
+            weights = f"ema_{(metadata or {})['config']['train']['ema_decays'][0]}"
+        except (KeyError, TypeError, IndexError):
+            raise ValueError(
+                f"{checkpoints[step]}: its averages do not say train.ema_decays; name one of them"
+            ) from None
     files.update(sorted(averages.items()))
     if weights not in files or not files[weights].is_file():
         raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
@@ -327,7 +345,10 @@ def describe(path: str | Path) -> dict[str, Any]:
         if weights.args is not None:
             description["args"] = {key: value if isinstance(value, int | float | str) else str(value)
                                    for key, value in weights.args.items()}  # fmt: skip
-        return {**description, "architecture": architecture(weights.state_dict)}
+        try:
+            return {**description, "architecture": architecture(weights.state_dict)}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     config, data = weights.metadata["config"], weights.metadata["data"]
     return {
         **description,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,22 @@ def _refuse_non_finite(x: Tensor, what: str) -> None:
     finite = x.flatten(1).isfinite().all(1)
     if not bool(finite.all()):
         raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """The same kernels each time, in the VAE's own precision, whatever training or sampling has set around it."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 class LatentCodec:
@@ -108,7 +126,7 @@ class LatentCodec:
         if self.is_identity:
             return images.float()
         model = self._load()
-        with torch.no_grad():
+        with _exact(self.device):
             posterior = model.encode(images.to(self.device, self._dtype)).latent_dist
         moments: Tensor = posterior.parameters.float()
         return moments
@@ -139,7 +157,7 @@ class LatentCodec:
         parts = []
         for part in torch.split(latents, batch or len(latents)):
             unscaled = part.to(self.device).float() / self.scaling_factor + self.shift_factor
-            with torch.no_grad():
+            with _exact(self.device):
                 parts.append(model.decode(unscaled.to(self._dtype)).sample.float())
         images = torch.cat(parts)
         _refuse_non_finite(images, "decoded image")

@@ -46,9 +46,9 @@ def encode(
         ValueError: images or VAE that cannot be read, or a folder with shards of other settings.
         OSError: the disk is full; complete shards stay.
     """
-    for name in ("batch", "shard_size"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: {getattr(config, name)}; expected 1 or more")
+    for name, least in {"batch": 1, "shard_size": 1, "image_size": 1, "num_workers": 0}.items():
+        if (value := getattr(config, name)) is not None and value < least:
+            raise ValueError(f"{name}: {value}; expected {least} or more")
     out = Path(config.out)
     done = {file: read_header(file)[0] for file in sorted(out.glob("shard_*.safetensors"))}
     pixels, bad = _open_images(config, checked=bool(done) or config.dry_run, rank=rank, size=world_size, gather=gather)
@@ -105,7 +105,8 @@ def _open_images(
         bad = sorted(gather(found))
     elif config.on_bad_image == "skip" and skipped.is_file():
         bad = [(entry["path"], entry["reason"]) for entry in json.loads(skipped.read_text())]
-    return folder_pixels(without_bad(folder, bad, config), config.image_size or 256), bad
+    size = 256 if config.image_size is None else config.image_size
+    return folder_pixels(without_bad(folder, bad, config), size), bad
 
 
 def _settings(config: EncodeConfig, pixels: Pixels, codec: LatentCodec) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from vcagen.runs import read_log
 from vcagen.tables import Row, Table
 
 SCRIPTS = Path(__file__).parent.parent
+SCORED = (("reference", "reference", "path"), ("extractor", "extractor", "name"))
+"""Options of the scores, and where results.json has them."""
 
 
 @dataclass
@@ -86,9 +88,12 @@ def _is_trained(row: Row, folder: Path, steps: int) -> bool:
 
 
 def _is_sampled(out: Path, sampling: dict[str, Any]) -> bool:
+    """Whether images and scores are there, made as asked for; what decides the scores alone is in results.json."""
     if not (out / "results.json").exists():
         return False
-    made = json.loads((out / "manifest.json").read_text())
+    result = json.loads((out / "results.json").read_text())
+    scored = {key: result.get(part, {}).get(name) for key, part, name in SCORED}
+    made = {**json.loads((out / "manifest.json").read_text()), **scored, "num_images": result.get("n_samples")}
     return all(made[key] == value for key, value in sampling.items() if key in made)
 
 
@@ -96,15 +101,16 @@ def _run_all(tasks: Sequence[Task], jobs: int, bar: tqdm[Any]) -> None:
     """Work off the tasks, `jobs` at a time; asked to stop by Ctrl-C or SIGTERM, the commands are stopped as well."""
     waiting = deque(tasks)
     active: dict[subprocess.Popen[bytes], Task] = {}
-    shown = ""
+    looked = 0.0
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
                 task = waiting.popleft()
                 active[_start(task, jobs)] = task
-            if shown != (shown := ", ".join(map(_progress, active.values()))):
-                bar.set_postfix_str(shown)
+            if time.monotonic() - looked > 2:  # a long log takes a while to read
+                bar.set_postfix_str(", ".join(map(_progress, active.values())))
+                looked = time.monotonic()
             time.sleep(0.1)
             for process in [process for process in active if process.poll() is not None]:
                 task = active.pop(process)

@@ -7,6 +7,8 @@ the indices that would follow, computed but never kept, so that the network alwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +33,7 @@ class SeededNoise:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._pool = ThreadPoolExecutor(max_workers=1)
 
     def _generator(self, index: int, stream: int) -> np.random.Generator:
         key = np.array([self.seed % 2**64, index], dtype=np.uint64)
@@ -42,25 +45,38 @@ class SeededNoise:
 
     def noise(self, indices: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
         """Initial noise of these images: float32 (N, *shape)."""
-        return _draw([self._generator(i, START) for i in indices], shape, torch.device(device))
+        device = torch.device(device)
+        drawn = _draw([self._generator(i, START) for i in indices], shape, pinned=device.type == "cuda")
+        return drawn.to(device, non_blocking=True)
 
     def randn_like(self, indices: Sequence[int]) -> Callable[[Tensor], Tensor]:
         """The noise of one chunk's steps: a call gives each image's next float32 noise, on its argument's device."""
         generators = [self._generator(i, STEPS) for i in indices]
+        ahead: Future[Tensor] | None = None
 
         def randn_like(x: Tensor) -> Tensor:
-            assert len(x) == len(generators), x.shape
-            return _draw(generators, x.shape[1:], x.device)
+            nonlocal ahead
+            draw = partial(_draw, generators, x.shape[1:], pinned=x.device.type == "cuda")
+            noise = draw() if ahead is None else ahead.result()
+            assert noise.shape == x.shape, x.shape
+            if _draws_ahead(x.device):
+                ahead = self._pool.submit(draw)
+            return noise.to(x.device, non_blocking=True)
 
         return randn_like
 
 
-def _draw(generators: Sequence[np.random.Generator], shape: Sequence[int], device: torch.device) -> Tensor:
+def _draws_ahead(device: torch.device) -> bool:
+    """Whether the next step's noise is drawn beside the network; on a CPU it would take the network's time."""
+    return device.type == "cuda"
+
+
+def _draw(generators: Sequence[np.random.Generator], shape: Sequence[int], *, pinned: bool) -> Tensor:
     # Pinned, so that the copy does not wait for the device.
-    noise = torch.empty(len(generators), *shape, pin_memory=device.type == "cuda")
+    noise = torch.empty(len(generators), *shape, pin_memory=pinned)
     for generator, row in zip(generators, noise.numpy(), strict=True):
         generator.standard_normal(out=row, dtype=np.float32)
-    return noise.to(device, non_blocking=True)
+    return noise
 
 
 class LabelRule:
@@ -72,7 +88,7 @@ class LabelRule:
         class_names: names that may stand for labels.
 
     Raises:
-        ValueError: a label or name that does not exist; the message names those that do.
+        ValueError: a label or name that does not exist, or a number that is a label and the name of another one.
     """
 
     def __init__(self, rule: str, num_classes: int, class_names: Sequence[str] | None = None) -> None:
@@ -85,6 +101,11 @@ class LabelRule:
 
     def _label(self, text: str, names: dict[str, int]) -> int:
         if text.isdecimal() and int(text) < self.num_classes:
+            if names.get(text, int(text)) != int(text):
+                raise ValueError(
+                    f"labels: {text!r} is a label and also the name of class {names[text]}; give 0{text} for label "
+                    f"{int(text)}, or 0{names[text]} for the class of that name"
+                )
             return int(text)
         if text in names:
             return names[text]
@@ -196,7 +217,8 @@ def generate_images(
 ) -> int:
     """Make the images of this process's share of `chunks`, write them, score them; returns the network calls made.
 
-    A chunk that the store holds is read back instead, so that images which are there can be scored.
+    A chunk that the store has in any form is read back instead, so that images which are there can be scored, or kept
+    in another form.
 
     Args:
         decode: latents (N, C, h, w) to uint8 images (N, C, H, W).
@@ -217,7 +239,7 @@ def generate_images(
         try:
             for chunk in share(chunks, rank, world_size):
                 indices = store.indices(chunk)
-                if store.keeps_images and store.holds(chunk):
+                if store.readable(chunk):
                     images = store.read(indices).to(device)
                 else:
                     padded = range(indices[0], indices[0] + store.batch)
@@ -230,6 +252,7 @@ def generate_images(
                         row = error.batch_index if isinstance(error, samplers.NonFiniteError) else error.rows[0]
                         raise ValueError(f"image {padded[row]}: {error}; nothing is written of its chunk") from error
                     calls += count
+                if not store.holds(chunk):
                     store.write(indices, images)
                 if scores is not None and not scores.has(indices):
                     scores.update(images, indices)

@@ -6,6 +6,7 @@ Encoding, training from images and reference statistics all read pixels here, so
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,12 +187,14 @@ def without_bad(folder: ImageFolder, bad: Sequence[tuple[str, str]], config: Ima
     """The folder without the files that `find_bad_images` found, if `config.on_bad_image` lets them be skipped.
 
     Raises:
-        ValueError: they may not be skipped, or a class has no images left.
+        ValueError: they may not be skipped, after they were all listed on stderr; or a class has no images left.
     """
     if not bad:
         return folder
     names = _some([path for path, _ in bad])
     if config.on_bad_image == "error":
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(f"  {reason}" for _, reason in bad), file=sys.stderr, flush=True)
         raise ValueError(f"{folder.root}: {len(bad)} unreadable images: {names}; repair them, or on_bad_image=skip")
     kept = folder.without(path for path, _ in bad)
     lost = sorted({folder.class_names[label] for label in set(folder.labels) - set(kept.labels)})

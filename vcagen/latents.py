@@ -128,6 +128,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
         raise ValueError(f"{path}: damaged, not a shard of latents") from error
     if not isinstance(metadata, dict) or "moments" not in tensors:
         raise ValueError(f"{path}: not a shard of latents made by `vcagen encode`")
+    if metadata.get("format") != 1:
+        raise ValueError(f"{path}: latents of format {metadata.get('format')!r}; this version reads format 1")
     if path.stat().st_size != size:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, expected {size}; delete it and encode again")
     return metadata, tensors, start
@@ -319,6 +321,8 @@ def open_dataset(
         ValueError: no such data, or data of another VAE or image size than asked for.
     """
     size = config.images.image_size
+    if size is not None and size < 1:
+        raise ValueError(f"data.images.image_size: {size}; expected 1 or more")
     if config.path == "digits":
         pixels = digits_pixels()
         if size not in (None, pixels.image_size):

@@ -36,8 +36,8 @@ def _save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def plot_losses(run: Path) -> Path:
-    """Loss and its parts over the steps of metrics.jsonl: loss.png in the run folder."""
+def plot_losses(run: Path, out: Path | None = None) -> Path:
+    """Loss and its parts over the steps of metrics.jsonl: loss.png in the folder `out`, else in that of the run."""
     log = read_log(run)
     figure, axes = _figure(7, 4)
     names = [name for name in (log[0] if log else {}) if name not in NOT_LOSSES]
@@ -49,7 +49,7 @@ def plot_losses(run: Path) -> Path:
     axes.set(xlabel="step", ylabel="mean since the last point", title=run.resolve().name)
     if names:
         axes.legend()
-    return _save(figure, run / "loss.png")
+    return _save(figure, (out or run) / "loss.png")
 
 
 def plot_pairs(path: Path, title: str, lines: Sequence[Line]) -> Path:

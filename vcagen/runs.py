@@ -67,14 +67,16 @@ def read_run(
         measure: further metrics of a folder of samples, given its result.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: a damaged file, or the configuration of something else.
     """
     path = folder / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text()) if path.exists() else {}
-        log = read_log(folder)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{folder}: damaged: {error}") from error
+        raise ValueError(f"{path}: damaged: {error}") from error
+    if path.exists():
+        _check_config(path, config)
+    log = read_log(folder)
     scores = []
     for file in sorted(folder.glob("samples/*/results*.json")):
         try:
@@ -90,10 +92,38 @@ def read_run(
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; a last line that was cut short is left out."""
+    """Lines of metrics.jsonl; a last line that was cut short is left out.
+
+    Raises:
+        ValueError: a line that is no JSON object with a step.
+    """
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    try:
+        log = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    for number, line in enumerate(log, start=1):
+        if not isinstance(line, dict) or "step" not in line:
+            raise ValueError(f"{path}: damaged: line {number} is not an object with a step")
+    return log
+
+
+NEEDED = {
+    "model": ("size", "attention"),
+    "objective": ("name",),
+    "data": ("horizontal_flip",),
+    "train": ("batch_size", "learning_rate", "precision"),
+}
+"""What a report reads of config.yaml."""
+
+
+def _check_config(path: Path, config: Any) -> None:
+    for part, keys in NEEDED.items():
+        section = config.get(part) if isinstance(config, dict) else None
+        missing = [f"{part}.{key}" for key in keys if not isinstance(section, dict) or key not in section]
+        if missing:
+            raise ValueError(f"{path}: not the configuration of a run: {', '.join(missing)} missing")
 
 
 def _manifest(name: str, result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

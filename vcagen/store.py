@@ -33,7 +33,7 @@ class SampleStore:
 
     A killed run is gone on with: files are complete or absent, or found out by their missing end. `manifest.json` holds
     everything that decides the pixels; a folder of other settings is refused. Without PNG the first images are kept in
-    preview/ for the grid.
+    preview/ for the grid. A form asked for later is copied from the other.
 
     Args:
         image_shape: (C, H, W) of the uint8 images.
@@ -60,7 +60,8 @@ class SampleStore:
         self.image_shape = image_shape
         self.manifest = {"format": 1, "num_images": num_images, "batch": batch, **settings}
         self.png = png
-        self.npz = self.folder / "samples.npz" if npz else None
+        self._npz = self.folder / "samples.npz"
+        self.npz = self._npz if npz else None
         self._images = self.folder / ("images" if png else "preview")
         self._num_png = num_images if png else min(PREVIEW, num_images)
         self._rows, self._done = self.folder / ".samples.rows", self.folder / ".samples.done"
@@ -110,24 +111,24 @@ class SampleStore:
         if foreign:
             listed = ", ".join(sorted(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
             raise ValueError(f"{self._images}: {len(foreign)} files that are not of this run: {listed}")
-        if self.npz and not self.npz.exists():
-            sizes = {self._rows: self.num_images * math.prod(self.image_shape), self._done: self.num_images}
-            if any(not file.exists() or file.stat().st_size != size for file, size in sizes.items()):
-                for file in reversed(sizes):  # no marks without their rows
-                    file.unlink(missing_ok=True)
-                for file, size in sizes.items():
-                    with file.open("wb") as new:
-                        new.truncate(size)
+        sizes = {self._rows: self.num_images * math.prod(self.image_shape), self._done: self.num_images}
+        if any(not file.exists() or file.stat().st_size != size for file, size in sizes.items()):
+            self._remove_rows()
+            for file, size in sizes.items() if self._collects_rows else ():
+                with file.open("wb") as new:
+                    new.truncate(size)
 
     def holds(self, chunk: int) -> bool:
         """Whether the images of a chunk that are to be kept are there, complete."""
         indices = self.indices(chunk)
-        if self.npz and not self.npz.exists():
-            with self._done.open("rb") as file:
-                file.seek(indices[0])
-                if b"\0" in file.read(len(indices)):
-                    return False
+        if self._collects_rows and not self._has_rows(indices):
+            return False
         return all(_is_complete(self._path(i)) for i in indices if i < self._num_png)
+
+    def readable(self, chunk: int) -> bool:
+        """Whether all images of a chunk are there in one form, be it another than is to be kept."""
+        indices = self.indices(chunk)
+        return self._has_rows(indices) or all(self._stored_png(i) for i in indices)
 
     def missing(self) -> list[int]:
         """The chunks with absent images."""
@@ -145,7 +146,7 @@ class SampleStore:
         rows = images.permute(0, 2, 3, 1).contiguous().cpu().numpy()  # (N, H, W, C)
         tasks = [(i, row) for i, row in zip(indices, rows, strict=True) if i < self._num_png]
         self._writing = [self._pool.submit(self._write_png, i, row) for i, row in tasks]
-        if self.npz and not self.npz.exists():
+        if self._collects_rows:
             self._writing.append(self._pool.submit(self._write_rows, list(indices), rows))
 
     def flush(self) -> None:
@@ -155,10 +156,10 @@ class SampleStore:
             future.result()
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Images that are there: uint8 (N, C, H, W)."""
-        assert self.keeps_images or all(i < self._num_png for i in indices), "not kept"
-        if max(indices) < self._num_png:
-            rows = np.stack([np.asarray(Image.open(self._path(i))) for i in indices])
+        """Images that are there, in one form: uint8 (N, C, H, W)."""
+        paths = [path for i in indices if (path := self._stored_png(i))]
+        if len(paths) == len(indices):
+            rows = np.stack([np.asarray(Image.open(path)) for path in paths])
         else:
             rows = self._stored_rows()[indices]
         channels, height, width = self.image_shape
@@ -167,15 +168,36 @@ class SampleStore:
     def finish(self) -> None:
         """Put samples.npz together, and preview.png: a square of the first images."""
         self.flush()
-        if self.npz and not self.npz.exists():
-            with atomic_file(self.npz) as temporary:
+        if self._collects_rows:
+            with atomic_file(self._npz) as temporary:
                 write_npz(temporary, self._stored_rows())
-        for file in (self._rows, self._done):
-            file.unlink(missing_ok=True)
+        self._remove_rows()
         save_grid(self.folder / "preview.png", self.read(range(min(self.num_images, PREVIEW))))
+
+    @property
+    def _collects_rows(self) -> bool:
+        """Whether samples.npz is asked for and still to be put together."""
+        return self.npz is not None and not self.npz.exists()
+
+    def _has_rows(self, indices: range) -> bool:
+        """Whether samples.npz, or the rows that become it, hold these images."""
+        if self._npz.exists() or not self._done.exists():
+            return self._npz.exists()
+        with self._done.open("rb") as file:
+            file.seek(indices[0])
+            return b"\0" not in file.read(len(indices))
+
+    def _remove_rows(self) -> None:
+        for file in (self._done, self._rows):  # no marks without their rows
+            file.unlink(missing_ok=True)
 
     def _path(self, index: int) -> Path:
         return self._images / f"{index:06d}.png"
+
+    def _stored_png(self, index: int) -> Path | None:
+        """The complete PNG of an image, in whichever folder."""
+        paths = (self.folder / kind / self._path(index).name for kind in ("images", "preview"))
+        return next(filter(_is_complete, paths), None)
 
     def _write_png(self, index: int, row: Rows) -> None:
         path = self._path(index)
@@ -197,8 +219,8 @@ class SampleStore:
     def _stored_rows(self) -> Rows:
         channels, height, width = self.image_shape
         shape = (self.num_images, height, width, channels)
-        if self.npz and self.npz.exists():
-            return np.memmap(self.npz, np.uint8, "r", offset=_npz_offset(self.npz), shape=shape)
+        if self._npz.exists():
+            return np.memmap(self._npz, np.uint8, "r", offset=_npz_offset(self._npz), shape=shape)
         return np.memmap(self._rows, np.uint8, "r", shape=shape)
 
 
