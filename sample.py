@@ -39,7 +39,7 @@ def main() -> None:
 
     # The other processes wait while the first measures a reference, which may take longer than the usual ten minutes.
     accelerator = build_accelerator(patient=True)
-    torch.backends.cudnn.allow_tf32 = False  # the VAE in full float32
+    torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     device, main_process = accelerator.device, accelerator.is_main_process
     run = load_run(
         source, weights=config.weights, step=config.step, objective=config.objective, vae=config.vae, device=device
