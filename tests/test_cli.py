@@ -31,6 +31,8 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     rate: float | None = None
     """Rate of it."""
+    fast: bool = False
+    """Whether it is fast."""
     kind: Literal["a", "b"] = "a"
     """Kind of it."""
 
@@ -50,6 +52,15 @@ def test_values_come_from_defaults_yaml_and_arguments_in_this_order(tmp_path):
     assert parse("--config", str(file)) == Outer("b", Inner(5), 0.001)
     assert parse("--config", str(file), "--inner.width=7", "--rate", "2") == Outer("b", Inner(7), 2.0)
     assert parse("c", positional="name") == Outer("c")
+
+
+def test_a_switch_needs_no_value():
+    assert parse("--name", "a", "--fast") == Outer("a", fast=True)
+    assert parse("--fast", "--name", "a").fast
+    assert parse("--name", "a", "--fast", "true").fast
+    assert not parse("--name", "a", "--fast=false").fast
+    with pytest.raises(ValueError, match="fast: expected bool, got 'x'"):
+        parse("--name", "a", "--fast", "x")
 
 
 @pytest.mark.parametrize(

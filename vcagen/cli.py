@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import inspect
 import os
 import re
 import signal
@@ -14,11 +16,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 T = TypeVar("T")
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """jsonargparse's help, with the lines of the description kept."""
 
 
 class Parser(ArgumentParser):
@@ -64,13 +70,16 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
     Raises:
         ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
     """
-    parser = Parser(prog=prog, description=config.__doc__)
+    parser = Parser(prog=prog, description=inspect.cleandoc(config.__doc__ or ""), formatter_class=Formatter)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     if positional is not None:
         default = next(field.default for field in fields(config) if field.name == positional)  # type: ignore[arg-type]
         optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
         parser.add_argument(positional, type=str, **optional)
     parser.add_class_arguments(config, as_group=False, skip={positional} if positional else set())
+    for action in parser._actions:
+        if getattr(action, "_typehint", None) is bool:  # --dry_run alone means true
+            action.nargs, action.const = "?", True
     return _instantiate(parser, config, parser.parse_args(args))
 
 

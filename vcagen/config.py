@@ -181,7 +181,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Train a DiT or SiT. The same command again goes on where the run stopped."""
+    """Train a DiT or SiT. The same command again goes on where the run stopped.
+
+    accelerate launch train.py --config configs/sit.yaml --run runs/x --model.size S/2 --model.attention vca
+    """
 
     run: str
     """Run folder: config, metrics, checkpoints, weights, previews, samples."""
@@ -203,7 +206,10 @@ class Config:
 
 @dataclass(frozen=True)
 class SampleConfig(SamplingConfig):
-    """Sample images and score them. The same command again makes only what is missing."""
+    """Sample images and score them. The same command again makes only what is missing.
+
+    accelerate launch sample.py --run runs/x --num_images 50000 --reference VIRTUAL_imagenet256_labeled.npz
+    """
 
     run: str | None = None
     """Run folder whose newest averaged weights are sampled."""
