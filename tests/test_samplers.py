@@ -296,7 +296,7 @@ def test_impossible_ode_is_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"diffusion_form": "inccreasing-decreasing"}, "diffusion_form: inccreasing-decreasing; choose from constant"),
+        ({"diffusion_form": "increasing"}, "diffusion_form: increasing; choose from constant"),
         ({"last_step": "mean"}, "last_step: mean; choose from Mean, Tweedie, Euler, none"),
         ({"last_step_size": 0.0}, "last_step_size: 0.0"),
         ({"last_step_size": 1.0}, "last_step_size: 1.0"),
