@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from PIL import Image
 
 from vcagen.__main__ import bench
 from vcagen.bench import _timing
@@ -33,8 +34,10 @@ def test_attention(capsys, tmp_path):
     header, *cells = run(
         capsys, tmp_path, "attention", "--tokens=[16,64]", "--widths=[64]", "--modes=[eager]", "--contrast_side=2",
         "--batch_tokens=32", "--seconds=0.01", "--precisions=[float32,bfloat16]", "--threads=1",
+        f"--plot={tmp_path / 'speed.png'}",
     )[0]  # fmt: skip
     assert len(cells) == 2 * 2 * 2 * 2  # parts, token counts, precisions, passes
+    assert Image.open(tmp_path / "speed.png").width > 300
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert len(numbers["rows"]) == len(cells)
     first = dict(zip(header, cells[0], strict=True))

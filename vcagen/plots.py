@@ -103,6 +103,30 @@ def _legend(axes: Any, own: bool) -> None:
     axes.legend(handles=handles, fontsize=8)
 
 
+def plot_speed(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Speed of contrast over plain attention by number of tokens, from the rows of `bench attention`."""
+    figure, axes = _figure(7, 4.5)
+    kinds: dict[str, dict[int, float]] = {}
+    limits: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["pass"] != "forward":
+            name = f"{row['part']}, {row['mode']}, {row['precision']}, width {row['width']}"
+            kinds.setdefault(name, {})[row["tokens"]] = row["ratio"]
+            limits.setdefault(f"multiply-adds, {row['part']}", {})[row["tokens"]] = row["multiply_add_ratio"]
+    for name, points in kinds.items():
+        axes.plot(*zip(*sorted(points.items()), strict=True), "o-", label=name)
+    for name, points in limits.items():
+        axes.plot(*zip(*sorted(points.items()), strict=True), "k--" if "attend" in name else "k:", label=name)
+    axes.axhline(1, color="silver", zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="tokens", ylabel="plain / contrast time", title="Forward and backward pass of one attention")
+    axes.legend(fontsize=8)
+    return _save(figure, path)
+
+
 def plot_spread(path: Path, title: str, lines: Sequence[Line]) -> Path:
     """Scores of every row: a point a run, the mean, and the standard deviation over the runs."""
     lines = [line for line in lines if line.values and not line.marks]

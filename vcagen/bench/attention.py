@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -47,6 +48,8 @@ class AttentionBenchConfig:
     """Device to measure on: cpu or cuda."""
     json: str | None = None
     """File to write the numbers to as well."""
+    plot: str | None = None
+    """PNG file to draw the ratios over the tokens in as well."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def main(args: list[str]) -> None:
     print("\nratio: plain / contrast, median over turns. near: ratio / multiply-add ratio.")
     if config.json is not None:
         write_json(config.json, {**asdict(config), "threads": torch.get_num_threads(), "rows": rows})
+    if config.plot is not None:
+        from vcagen.plots import plot_speed
+
+        plot_speed(Path(config.plot), rows)
 
 
 def multiply_add_ratio(case: Case, num_contrast_tokens: int) -> float:
