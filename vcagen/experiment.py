@@ -18,6 +18,7 @@ import yaml
 from tqdm import tqdm
 
 from vcagen.checkpoints import latest_checkpoint
+from vcagen.files import read_record
 from vcagen.report import differing_options
 from vcagen.runs import read_log
 from vcagen.tables import Row, Table
@@ -91,9 +92,9 @@ def _is_sampled(out: Path, sampling: dict[str, Any]) -> bool:
     """Whether images and scores are there, made as asked for; what decides the scores alone is in results.json."""
     if not (out / "results.json").exists():
         return False
-    result = json.loads((out / "results.json").read_text())
+    result = read_record(out / "results.json")
     scored = {key: result.get(part, {}).get(name) for key, part, name in SCORED}
-    made = {**json.loads((out / "manifest.json").read_text()), **scored, "num_images": result.get("n_samples")}
+    made = {**read_record(out / "manifest.json"), **scored, "num_images": result.get("n_samples")}
     return all(made[key] == value for key, value in sampling.items() if key in made)
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vcagen.files import atomic_file, write_json
+from vcagen.files import atomic_file, read_manifest, write_json
 
 Rows = npt.NDArray[np.uint8]
 
@@ -90,7 +90,7 @@ class SampleStore:
         """
         path = self.folder / "manifest.json"
         if path.exists():
-            before, now = json.loads(path.read_text()), json.loads(json.dumps(self.manifest))
+            before, now = read_manifest(path), json.loads(json.dumps(self.manifest))
             for field in dict.fromkeys([*now, *before]):
                 if before.get(field) != now.get(field):
                     raise ValueError(
