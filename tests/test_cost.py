@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import tiny
 import torch
 from helpers import ROOT, python
 
+from vcagen import build_training
 from vcagen.build import build_cost, build_model
 from vcagen.config import ModelConfig, ObjectiveConfig
 from vcagen.cost import activation_bytes, measure, state_bytes
@@ -73,16 +75,16 @@ def test_counting_leaves_the_network_as_it_was():
     assert all(block.attn.fused_attn for block in model.blocks)
 
 
-def test_state_bytes_are_those_of_a_step():
-    data = DataSpec(4, 8, 8, 10, (), 64, {})
-    model = build_model(ModelConfig("S/2", hidden_size=64, depth=2, num_heads=2), ObjectiveConfig("flow"), data)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 2])).square().mean().backward()
-    optimizer.step()
-    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    held += [value for state in optimizer.state.values() for value in state.values()]
-    held += [torch.empty_like(p) for p in model.parameters()]
-    assert state_bytes(model, 1) == pytest.approx(sum(t.numel() * t.element_size() for t in held), rel=0.01)
+def test_state_bytes_are_those_of_a_training(tmp_path):
+    trainer = build_training.build_trainer(tiny.config(tmp_path, train__steps=1, train__ema_decays=[0.9, 0.99]))
+    gradients = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (gradients.extend(p.grad for p in trainer.network.parameters()), step())
+    trainer.fit()
+    held = [*trainer.network.parameters(), *(gradient for gradient in gradients if gradient is not None)]
+    held += [value for state in trainer.optimizer.state.values() for value in state.values()]
+    held += [average for ema in trainer.emas for average in ema.averages]
+    assert state_bytes(trainer.network, 2) == pytest.approx(sum(x.numel() * x.element_size() for x in held), rel=0.01)
 
 
 def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():

@@ -161,7 +161,10 @@ def load_run(
             image_size=side * codec.downsample, codec=description,
         )  # fmt: skip
     model = build_model(config.model, config.objective, data)
-    checkpoints.load_into(model, read.state_dict)
+    try:
+        checkpoints.load_into(model, read.state_dict)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     metadata = read.metadata or {"step": None, "ema_decay": None}
     return Run(
         model=model.to(device).eval().requires_grad_(False),
