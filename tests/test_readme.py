@@ -101,7 +101,7 @@ def test_quick_start(clone):
 @pytest.mark.slow
 def test_miniature(clone):
     (command,) = readme_block("miniature")
-    out, _ = run(command, clone, "--seeds=[0]", "--steps=10", "--num_images=20", **{"--jobs 2": "--jobs 1"})
+    out, _ = run(command, clone, "--seeds=1", "--steps=10", "--num_images=20", **{"--jobs 2": "--jobs 1"})
     assert out.count("| SiT") == out.count("| DiT") == 4
     assert list((clone / "runs" / "miniature" / "report").glob("*.png"))
 
