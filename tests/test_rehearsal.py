@@ -84,7 +84,7 @@ def test_the_imagenet_path(tmp_path):
         assert Image.open(folder / "images" / "000000.png").size == (256, 256)
         assert np.load(folder / "samples.npz")["arr_0"].shape == (24, 256, 256, 3)
         result = json.loads((folder / "results.json").read_text())
-        assert result["sampler"]["sampler"] == sampler
+        assert result["sampler"]["kind"] == sampler
         scores = result["metrics"]
         assert {"fid_24", "sfid_24", "is_mean"} <= scores.keys()
         assert any(key.startswith("precision") for key in scores)
