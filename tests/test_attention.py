@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import reference, u
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from vcagen.attention import ATTENTION, VisualContrastAttention, make_attention
 
@@ -188,6 +189,16 @@ def test_memory_grows_linearly_with_tokens():
         largest[side * side] = record.numel
     assert largest[256] < 256 * 256 * 2
     assert all(largest[tokens] == largest[256] * tokens // 256 for tokens in largest)
+
+
+def test_attend_takes_six_units_where_the_equations_take_seven():
+    """A unit is n T D multiply-adds; test_cost.py checks the count of the equations."""
+    with torch.device("meta"):
+        module = VisualContrastAttention(64, 2, grid_size=8, contrast_grid=4)
+        q, k, v = torch.randn(3, 1, 2, 64, 32)
+    with FlopCounterMode(display=False) as counter:
+        module.attend(q, k, v)
+    assert counter.get_total_flops() == 2 * 6 * 16 * 64 * 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from vcagen.build import keep_freed_memory
+
 MIN_TURNS = 3
 
 
@@ -45,7 +47,7 @@ def wait(device: torch.device) -> None:
 
 
 def open_device(name: str, threads: int | None = None) -> torch.device:
-    """The device of that name, with that many threads for the CPU.
+    """The device of that name, with that many threads for the CPU, and memory used as in training.
 
     Raises:
         ValueError: no such device here, or no thread.
@@ -54,6 +56,7 @@ def open_device(name: str, threads: int | None = None) -> torch.device:
         if threads < 1:
             raise ValueError(f"threads: {threads}; needs at least 1")
         torch.set_num_threads(threads)
+    keep_freed_memory()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

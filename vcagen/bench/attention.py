@@ -95,7 +95,7 @@ def main(args: list[str]) -> None:
 def multiply_add_ratio(case: Case, num_contrast_tokens: int) -> float:
     """Multiply-adds of plain attention over those of contrast attention; a layer's projections are 4 D a token."""
     projections = 4 * case.width if case.part == "layer" else 0
-    return (projections + 2 * case.tokens) / (projections + 7 * num_contrast_tokens)
+    return (projections + 2 * case.tokens) / (projections + 6 * num_contrast_tokens)
 
 
 def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> list[dict[str, Any]]:
