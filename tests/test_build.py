@@ -12,11 +12,9 @@ def faults():
     torch.ones(64 << 20, dtype=torch.uint8)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults()
-print(faults())
+print(min(faults() for _ in range(4)))
 build_accelerator()
-faults()
-print(faults())
+print(min(faults() for _ in range(4)))
 """
 
 
