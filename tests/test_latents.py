@@ -456,3 +456,10 @@ def test_benchmark_runs(tmp_path, capsys):
     assert result["images_per_second_per_core"] > 0
     assert "latents_over_npy" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_benchmark_has_batches_for_as_long_as_it_lasts(tmp_path, capsys):
+    """Four batches are read in far less than a second; the loader goes on from the first."""
+    options = ["--items", "64", "--batch", "16", "--num_workers", "1", "--seconds", "1", "--jpegs", "1"]
+    main([*options, "--encodings", "0", "--folder", str(tmp_path)])
+    assert "latents_per_second_loader" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -90,13 +91,12 @@ def _reading(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
     rates["latents_over_npy"] = rates["latents_per_second"] / rates["latents_per_second_npy"]
     grown = _anonymous_bytes() - anonymous
     if config.num_workers:
-        epochs = batches * 10
         loader: DataLoader[Any] = DataLoader(
-            dataset, batch_sampler=epochs, num_workers=config.num_workers, collate_fn=keep
+            dataset, batch_sampler=itertools.cycle(batches), num_workers=config.num_workers, collate_fn=keep
         )
         stream = iter(loader)
         next(stream)
-        rates["latents_per_second_loader"] = _rate(lambda _: next(stream), epochs[:-2], config.seconds)
+        rates["latents_per_second_loader"] = _rate(lambda _: next(stream), batches, config.seconds)
     return {**rates, "anonymous_MiB_grown": grown / 2**20, "set_MiB": config.items / 32}
 
 
