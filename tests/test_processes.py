@@ -10,6 +10,7 @@ import time
 
 import pytest
 import tiny
+import torch
 from helpers import ENV, ROOT, image_folder, python, torchrun, user_error
 
 pytestmark = pytest.mark.slow
@@ -49,6 +50,23 @@ def test_processes_resume_bit_for_bit_and_agree_with_one(tmp_path, num_processes
     assert tiny.same_state(tiny.state(tmp_path / "whole", 18), tiny.state(tmp_path / "parts", 18))
     tiny.train(tmp_path / "one", train__steps=18, **options)
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_sharded_training_resumes_bit_for_bit_and_agrees_with_one_process(tmp_path):
+    options = {"train__micro_batch_size": 2, "train__max_grad_norm": 0.5, "model__gradient_checkpointing": True}
+
+    def shard(run, **more):
+        torchrun(2, "tests/fsdp_on_cpu.py", *tiny.arguments(run, **options, **more)[1:])
+
+    shard(tmp_path / "whole")
+    shard(tmp_path / "parts", train__steps=3)
+    shard(tmp_path / "parts")
+    tiny.train(tmp_path / "one", **options)
+    whole, parts, one = (tiny.state(tmp_path / name, 6) for name in ("whole", "parts", "one"))
+    assert tiny.same_state(whole, parts)
+    assert whole.keys() == one.keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(value, one[key], rtol=0, atol=1e-4)
 
 
 def test_another_process_count_goes_on_with_the_same_data(tmp_path):
