@@ -27,6 +27,8 @@ def main() -> None:
     source = config.run or config.checkpoint
     if source is None or (config.run and config.checkpoint):
         raise ValueError("run: give one of --run FOLDER and --checkpoint FILE")
+    if config.run and Path(config.run).is_file():
+        raise ValueError(f"run: {config.run} is a file; give it as --checkpoint")
 
     import torch
     from accelerate.utils import broadcast_object_list

@@ -338,6 +338,13 @@ def test_where_the_result_goes():
     assert str(result_path("a/mine", "pixels")) == "a/mine/results.json"
 
 
+@pytest.mark.parametrize("name", ["images", "out.npz"])
+def test_a_folder_of_samples_may_have_any_name(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "manifest.json").write_text("{}")
+    assert result_path(str(tmp_path / name), "pixels") == tmp_path / name / "results.json"
+
+
 def test_scores_of_another_extractor_are_kept(tmp_path):
     results = tmp_path / "samples" / "a" / "results.json"
     results.parent.mkdir(parents=True)

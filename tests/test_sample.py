@@ -301,6 +301,13 @@ def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_is_no_run(tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    with pytest.raises(ValueError, match=r"run: .*weights\.safetensors is a file; give it as --checkpoint"):
+        sample("--run", weights, *SETTINGS)
+
+
 def test_guidance_needs_a_null_label(tmp_path):
     run = tiny_run(tmp_path / "run", dropout=0.0)
     sample("--run", run, "--out", tmp_path / "out", *SETTINGS)

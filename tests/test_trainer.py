@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 
 import pytest
 import tiny
@@ -32,22 +34,31 @@ def test_six_steps_are_three_and_three(tmp_path, objective):
     assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=1e-6)
 
 
-def test_a_stop_between_log_lines_loses_nothing(tmp_path):
-    """The checkpoint keeps the sums of the line that is not yet written."""
-    tiny.train(tmp_path / "whole", log__log_every=6)
-    trainer = build_training.build_trainer(tiny.config(tmp_path / "parts", log__log_every=6))
+def asked_to_stop(trainer, step):
+    """The trainer, which gets a SIGTERM in that step."""
     train_step = trainer.train_step
 
     def then_ask(moments, labels):
         train_step(moments, labels)
-        if trainer.step == 4:
-            import os
-            import signal
-
+        if trainer.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.train_step = then_ask
-    trainer.fit()
+    return trainer
+
+
+def test_a_stop_does_not_wait_for_a_preview(tmp_path):
+    config = tiny.config(tmp_path / "run", log__preview_every=2, log__preview_images=1)
+    asked_to_stop(build_training.build_trainer(config), 2).fit()
+    assert list(list_checkpoints(tmp_path / "run")) == [2]
+    assert not (tmp_path / "run" / "previews").exists()
+
+
+def test_a_stop_between_log_lines_loses_nothing(tmp_path):
+    """The checkpoint keeps the sums of the line that is not yet written."""
+    tiny.train(tmp_path / "whole", log__log_every=6)
+    config = tiny.config(tmp_path / "parts", log__log_every=6)
+    asked_to_stop(build_training.build_trainer(config), 4).fit()
     assert list(list_checkpoints(tmp_path / "parts")) == [4]
     tiny.train(tmp_path / "parts", log__log_every=6)
     ours, theirs = tiny.metrics(tmp_path / "parts"), tiny.metrics(tmp_path / "whole")

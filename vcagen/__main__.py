@@ -36,6 +36,7 @@ def encode(args: list[str]) -> None:
         gather=gather_object,
         device=accelerator.device,
     )
+    accelerator.end_training()
 
 
 def stats(args: list[str]) -> None:

@@ -18,7 +18,7 @@ class GracefulStop:
     `agreed()` is called once a step by every process. It starts to share the host-side flag over a gloo group and
     returns what was shared a step earlier: nobody waits for the device, and all processes stop after the same step. A
     second Ctrl-C interrupts at once. With several processes a signal that is not followed by a step within `patience`
-    seconds ends the process: a peer has died and the step will never come.
+    seconds ends the process: a peer has died and the step will never come (or a checkpoint or preview took longer).
     """
 
     def __init__(self, patience: float = 25.0) -> None:

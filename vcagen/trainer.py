@@ -152,7 +152,7 @@ class Trainer:
                 if last or asked or self.step % self.checkpoint_settings.save_every == 0:
                     self.save()
                     self.meter.restart()
-                if self._preview_due(last):
+                if self._preview_due(last) and (last or not asked):  # whoever asked does not wait for it
                     self._make_preview()
                     self.meter.restart()
                 if asked and not last:

@@ -106,6 +106,8 @@ def _kept_images(path: str) -> str:
 
 def _output_folder(path: str) -> Path:
     here = Path(path)
+    if (here / "manifest.json").is_file():
+        return here
     return here.parent if here.suffix == ".npz" or here.name == "images" or path == "digits" else here
 
 
