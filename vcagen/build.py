@@ -24,7 +24,7 @@ from vcagen.dit import DIT_SIZES, DiT, parse_size
 from vcagen.files import sha256
 from vcagen.flow import LinearInterpolant
 from vcagen.generate import SAMPLER_OPTIONS, Sampler
-from vcagen.latents import DataSpec
+from vcagen.latents import DataSpec, codec_options
 from vcagen.samplers import SAMPLERS, Progress, RandnLike, with_cfg
 
 
@@ -160,10 +160,7 @@ def load_run(
             raise ValueError(f"weights: {path} holds {read.name}, not {weights}")
         config = cli.from_mapping(Config, read.metadata["config"])
         data = DataSpec.from_dict(read.metadata["data"])
-        codec = LatentCodec.from_description(
-            data.codec, vae=vae, precision=config.codec.precision, tiling=config.codec.tiling,
-            slicing=config.codec.slicing, device=device,
-        )  # fmt: skip
+        codec = LatentCodec.from_description(data.codec, vae=vae, **codec_options(config.codec, device))
     else:
         found = checkpoints.architecture(read.state_dict)
         config = public_config(path, found, read.args or {}, objective)

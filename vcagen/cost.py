@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vcagen.attention import VisualContrastAttention
@@ -32,7 +32,7 @@ def measure(model: DiT) -> Cost:
     Multiply-adds are counted with unfused attention, since the counter does not see inside fused attention on CPU.
     """
     parameter = next(model.parameters())
-    with _unfused(model), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*_inputs(model, 1, parameter.device, parameter.dtype))
     return Cost(
         sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2 + _spared_multiply_adds(model)
@@ -109,16 +109,3 @@ def _spared_multiply_adds(model: nn.Module) -> int:
         for module in model.modules()
         if isinstance(module, VisualContrastAttention) and module.stage1 == "contrast"
     )
-
-
-@contextmanager
-def _unfused(model: nn.Module) -> Iterator[None]:
-    """timm's attention with its explicit product."""
-    fused = [module for module in model.modules() if getattr(module, "fused_attn", False)]
-    for module in fused:
-        setattr(module, "fused_attn", False)  # noqa: B010 - a plain attribute that nn.Module's types do not know
-    try:
-        yield
-    finally:
-        for module in fused:
-            setattr(module, "fused_attn", True)  # noqa: B010

@@ -97,12 +97,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
 
 def sha256(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
-    with Path(path).open("rb") as file:
-        return _sha256(file)
-
-
-def _sha256(file: Any) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with Path(path).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()

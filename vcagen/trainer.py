@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ class Trainer:
         """The local parts of the batches of the steps to come."""
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # has what a map-style dataset needs
-            batch_sampler=_Batches(self.sampler, self.step, self.settings.steps, self.part),
+            batch_sampler=self.sampler.batches(self.step, self.settings.steps, self.part),
             collate_fn=keep,
             num_workers=self.num_workers,
             worker_init_fn=_ignore_signals,
@@ -358,16 +358,3 @@ def _ignore_signals(worker: int) -> None:
     """Launchers signal the whole process group; a loader worker goes on until its training has stopped."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-class _Batches:
-    """Iterates anew each time, as a DataLoader expects of its batch sampler."""
-
-    def __init__(self, sampler: StepSampler, start: int, stop: int, part: slice) -> None:
-        self.sampler, self.start, self.stop, self.part = sampler, start, stop, part
-
-    def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
-        return self.sampler.batches(self.start, self.stop, self.part)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
