@@ -93,6 +93,14 @@ def test_turns_are_taken_in_order():
     assert _timing.ratio([4.0, 9.0, 100.0], [2.0, 3.0, 1.0]) == 3.0
 
 
+def test_the_fastest_turn_counts(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 15.0, 20.0, 22.0, 30.0, 37.0])
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: next(clock))
+    order = []
+    seconds = _timing.fastest([lambda: order.append("a"), lambda: order.append("b")], 2, torch.device("cpu"))
+    assert (seconds, order) == ([2.0, 5.0], ["a", "b"] * 2)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -27,11 +27,7 @@ def in_turns(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < MIN_TURNS:
         for name, work in works.items():
-            wait(device)
-            start = time.perf_counter()
-            work()
-            wait(device)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds_of(work, device))
     return times
 
 
@@ -40,7 +36,22 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def wait(device: torch.device) -> None:
+def fastest(works: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
+    """Seconds of the fastest run of each work, over that many turns."""
+    turns = [[seconds_of(work, device) for work in works] for _ in range(repeats)]
+    return [min(times) for times in zip(*turns, strict=True)]
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run, the device's included."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
     """Until the device has done all that was asked."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

@@ -18,14 +18,16 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vcagen import cli
+from vcagen.bench._networks import dit_s2, sd_vae
+from vcagen.bench._timing import fastest, seconds_of
 from vcagen.diffusion import GaussianDiffusion
-from vcagen.dit import DIT_SIZES, DiT
 from vcagen.encode import write_shard
 from vcagen.files import write_json
 from vcagen.images import Pixels, center_crop, read_pixels
 from vcagen.latents import Item, LatentDataset, keep
 
 SHARD_SIZE = 4096
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -154,40 +156,22 @@ def _decoding(config: DataBenchConfig, folder: Path) -> dict[str, Any]:
         noise = Image.fromarray(generator.integers(0, 256, (47, 63, 3), dtype=np.uint8))
         noise.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
 
-    def pillow(path: Path) -> None:
-        with Image.open(path) as image:
-            center_crop(image.convert("RGB"), 256)
+    def ours() -> None:
+        for path in paths:
+            read_pixels(path, 256)
 
-    def ours(path: Path) -> None:
-        read_pixels(path, 256)
+    def pillow() -> None:
+        for path in paths:
+            with Image.open(path) as image:
+                center_crop(image.convert("RGB"), 256)
 
-    best = {"ours": float("inf"), "pillow": float("inf")}
-    for _ in range(5):
-        for name, read in (("ours", ours), ("pillow", pillow)):
-            start = time.perf_counter()
-            for path in paths:
-                read(path)
-            best[name] = min(best[name], time.perf_counter() - start)
-    return {
-        "images_per_second_per_core": len(paths) / best["ours"],
-        "percent_of_pillow": 100 * best["pillow"] / best["ours"],
-    }
+    own, yardstick = fastest([ours, pillow], 5, CPU)
+    return {"images_per_second_per_core": len(paths) / own, "percent_of_pillow": 100 * yardstick / own}
 
 
 def _encoding(images: int) -> dict[str, Any]:
     """Seconds of the Stable Diffusion encoder and of a DiT-S/2 training step, for as many images of 256 pixels."""
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        block_out_channels=(128, 256, 512, 512), layers_per_block=2,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-    ).eval()  # fmt: skip
-    size = DIT_SIZES["S"]
-    model = DiT(
-        input_size=32, patch_size=2, in_channels=4, out_channels=8, hidden_size=size["hidden_size"],
-        depth=size["depth"], num_heads=size["num_heads"], num_classes=1000,
-    )  # fmt: skip
-    diffusion = GaussianDiffusion()
+    vae, model, diffusion = sd_vae(), dit_s2(), GaussianDiffusion()
     x, z, y = torch.rand(images, 3, 256, 256), torch.randn(images, 4, 32, 32), torch.zeros(images, dtype=torch.int64)
 
     def encode() -> None:
@@ -200,7 +184,5 @@ def _encoding(images: int) -> dict[str, Any]:
     times = {}
     for name, work in (("vae_encode_seconds", encode), ("dit_s2_step_seconds", step)):
         work()
-        start = time.perf_counter()
-        work()
-        times[name] = time.perf_counter() - start
+        times[name] = seconds_of(work, CPU)
     return {**times, "encode_over_step": times["vae_encode_seconds"] / times["dit_s2_step_seconds"]}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vcagen import cli
-from vcagen.bench._timing import open_device
+from vcagen.bench._timing import fastest, open_device
 from vcagen.files import write_json
 from vcagen.metrics.features import InceptionFeatures
 from vcagen.metrics.scores import frechet_distance
@@ -52,18 +50,18 @@ def main(args: list[str]) -> None:
     for name, least in (("images", 0), ("batch", 1), ("dimensions", 0), ("repeats", 1), ("num_workers", 1)):
         if getattr(config, name) < least:
             raise ValueError(f"{name}: {getattr(config, name)}; needs at least {least}")
-    open_device(config.device)
+    device = open_device(config.device)
     result: dict[str, Any] = {"device": config.device, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     if config.images:
         with tempfile.TemporaryDirectory() as folder:
-            result["folder"] = _folder(config, Path(folder))
+            result["folder"] = _folder(config, Path(folder), device)
     if config.dimensions:
         result["frechet"] = _frechet(config.dimensions, config.repeats)
     if config.json is not None:
         write_json(config.json, result)
 
 
-def _folder(config: EvaluateBenchConfig, folder: Path) -> dict[str, float]:
+def _folder(config: EvaluateBenchConfig, folder: Path, device: torch.device) -> dict[str, float]:
     from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id
 
     weights = config.inception_weights or _random_weights(folder / "random.pth")
@@ -77,7 +75,8 @@ def _folder(config: EvaluateBenchConfig, folder: Path) -> dict[str, float]:
     def ours() -> None:
         measure(open_samples(samples, num_workers=config.num_workers), extractor, config.batch, config.images, False)
 
-    seconds = _in_turns(ours, lambda: extract_featuresdict_from_input_id(1, theirs, **loop), config.repeats)
+    works = [ours, lambda: extract_featuresdict_from_input_id(1, theirs, **loop)]
+    seconds = fastest(works, config.repeats, device)
     rates = [config.images / s for s in seconds]
     print(f"{config.images} PNG files, images/s: vcagen {rates[0]:.2f}, torch-fidelity's loop {rates[1]:.2f}, "
           f"ratio {rates[0] / rates[1]:.3f}")  # fmt: skip
@@ -92,7 +91,8 @@ def _frechet(d: int, repeats: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     a, b = (_covariance(d, generator) for _ in range(2))
     mean = torch.zeros(d, dtype=torch.float64)
-    seconds = _in_turns(lambda: frechet_distance(mean, a, mean, b), lambda: sqrtm(a.numpy() @ b.numpy()), repeats)
+    works = [lambda: frechet_distance(mean, a, mean, b), lambda: sqrtm(a.numpy() @ b.numpy())]
+    seconds = fastest(works, repeats, mean.device)
     print(f"Frechet distance, {d} dimensions: {seconds[0]:.2f} s, scipy's sqrtm alone {seconds[1]:.2f} s, "
           f"ratio {seconds[0] / seconds[1]:.3f}")  # fmt: skip
     return {"seconds": seconds[0], "scipy_sqrtm_seconds": seconds[1], "ratio": seconds[0] / seconds[1]}
@@ -101,17 +101,6 @@ def _frechet(d: int, repeats: int) -> dict[str, float]:
 def _covariance(d: int, generator: torch.Generator) -> Tensor:
     factor = torch.randn(d, 2 * d, dtype=torch.float64, generator=generator)
     return factor @ factor.T / (2 * d)
-
-
-def _in_turns(ours: Callable[[], object], yardstick: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of the fastest run of each."""
-    fastest = [float("inf")] * 2
-    for _ in range(repeats):
-        for i, work in enumerate((ours, yardstick)):
-            start = time.perf_counter()
-            work()
-            fastest[i] = min(fastest[i], time.perf_counter() - start)
-    return fastest
 
 
 def _write_pictures(folder: Path, count: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vcagen import cli
-from vcagen.bench._timing import open_device, wait
+from vcagen.bench._networks import sd_vae
+from vcagen.bench._timing import open_device, seconds_of
 from vcagen.build import build_model, build_objective, build_sampler
 from vcagen.codec import LatentCodec
 from vcagen.config import ModelConfig, ObjectiveConfig, SamplingConfig
@@ -65,12 +65,9 @@ class Timed:
         self.seconds = 0.0
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        wait(self.device)
-        start = time.perf_counter()
-        result = self.function(*args, **options)
-        wait(self.device)
-        self.seconds += time.perf_counter() - start
-        return result
+        results: list[Any] = []
+        self.seconds += seconds_of(lambda: results.append(self.function(*args, **options)), self.device)
+        return results[0]
 
 
 def main(args: list[str]) -> None:
@@ -81,25 +78,24 @@ def main(args: list[str]) -> None:
             raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
     device = open_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
-        codec = LatentCodec(random_vae(folder) if config.vae == "random" else config.vae, device=device)
+        codec = LatentCodec(_random_vae(folder) if config.vae == "random" else config.vae, device=device)
         data = DataSpec.of(codec.description(), config.image_size, [str(label) for label in range(1000)])
         objective = ObjectiveConfig(name=config.objective)
         model = build_model(ModelConfig(size=config.size, attention=config.attention), objective, data)
         network, decode = Timed(model.to(device).eval().requires_grad_(False), device), Timed(codec.decode, device)
         settings = resolve_sampling(SamplingConfig(num_steps=config.num_steps), SamplingConfig(), config.objective)
         sample = build_sampler(network, build_objective(objective), settings, null_label=model.null_label)
+        run = Timed(partial(_run, sample, decode, config, data, device), device)
         bare = partial(_bare, network.function, decode.function, config, data, device)
         whole: list[float] = []
         alone: list[float] = []
         parts = {"network": 0.0, "VAE": 0.0, "scores": 0.0}
         bare(num_chunks=1)
         for repeat in range(config.repeats):
-            alone.append(_seconds(bare, device))
-            network.seconds = decode.seconds = 0.0
-            start = time.perf_counter()
-            scores = _run(sample, decode, config, data, device, Path(folder) / str(repeat))
-            wait(device)
-            whole.append(time.perf_counter() - start)
+            alone.append(seconds_of(bare, device))
+            network.seconds = decode.seconds = run.seconds = 0.0
+            scores = run(Path(folder) / str(repeat))
+            whole.append(run.seconds)
             if whole[-1] == min(whole):
                 parts = {"network": network.seconds, "VAE": decode.seconds, "scores": scores}
     parts["rest"] = min(whole) - sum(parts.values())
@@ -121,20 +117,10 @@ def main(args: list[str]) -> None:
                                  "num_steps": config.num_steps, "device": str(device), **numbers})  # fmt: skip
 
 
-def random_vae(folder: str) -> str:
-    """An AutoencoderKL of the size of Stable Diffusion's, with random weights, in a new folder."""
-    from diffusers import AutoencoderKL
-
-    blocks = 4
-    model = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        block_out_channels=(128, 256, 512, 512),
-        layers_per_block=2,
-        latent_channels=4,
-    )
+def _random_vae(folder: str) -> str:
+    """A VAE of random weights in a new folder."""
     path = f"{folder}/vae"
-    model.save_pretrained(path)
+    sd_vae().save_pretrained(path)
     return path
 
 
@@ -168,11 +154,3 @@ def _bare(
         for _ in range(config.num_steps):
             network(x, t, y)
         decode(x[: config.num_images - start])
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    wait(device)
-    start = time.perf_counter()
-    work()
-    wait(device)
-    return time.perf_counter() - start

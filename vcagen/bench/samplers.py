@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vcagen import cli
-from vcagen.bench._timing import open_device
+from vcagen.bench._networks import dit_s2
+from vcagen.bench._timing import fastest, open_device
 from vcagen.diffusion import GaussianDiffusion
-from vcagen.dit import DIT_SIZES, DiT
 from vcagen.files import write_json
 from vcagen.flow import DIFFUSION_FORMS, LinearInterpolant
 from vcagen.samplers import ddim_sample, ddpm_sample, ode_sample, sde_sample, with_cfg
@@ -54,7 +52,7 @@ def main(args: list[str]) -> None:
         network = _twice if name.startswith("dd") else _same
         counted = with_cfg(network, labels, cfg_scale=1.0, null_label=None)
         sample(counted)
-        seconds = _fastest(partial(sample, counted), noise.device, config.repeats)
+        [seconds] = fastest([partial(sample, counted)], config.repeats, device)
         calls = counted.calls // (config.repeats + 1)
         row = {"sampler": name, "calls": calls, "us_per_call": 1e6 * seconds / calls}
         row["percent_of_forward"] = 100 * seconds / calls / forward
@@ -92,30 +90,7 @@ def _twice(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _forward_seconds(noise: Tensor, labels: Tensor, repeats: int) -> float:
-    size = DIT_SIZES["S"]
-    network = DiT(
-        input_size=32,
-        patch_size=2,
-        in_channels=4,
-        out_channels=8,
-        hidden_size=size["hidden_size"],
-        depth=size["depth"],
-        num_heads=size["num_heads"],
-        num_classes=1000,
-    )
-    network.to(noise.device).eval()
+    network = dit_s2().to(noise.device).eval()
     t = torch.full_like(labels, 500)
     network(noise, t, labels)
-    return _fastest(partial(network, noise, t, labels), noise.device, repeats)
-
-
-def _fastest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` runs, each waited for."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return fastest([partial(network, noise, t, labels)], repeats, noise.device)[0]
