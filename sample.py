@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vcagen import cli
-from vcagen.config import SampleConfig, SamplingConfig
+from vcagen.config import SAMPLER_OPTIONS, SampleConfig, SamplingConfig
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,8 @@ def main() -> None:
     )
     settings = resolve_sampling(config, run.config.sampling, run.config.objective.name)
     check_values(config, settings, run)
-    labels = LabelRule(
-        "random" if settings.labels is None else settings.labels, run.data.num_classes, run.data.class_names
-    )
+    assert settings.labels is not None, "settings are resolved"
+    labels = LabelRule(settings.labels, run.data.num_classes, run.data.class_names)
     network = torch.compile(run.model, dynamic=False) if config.compile else run.model
     sample = build_sampler(
         network, run.objective, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
@@ -183,8 +182,7 @@ def facts(
     config: SampleConfig, settings: SamplingConfig, run: Run, store: SampleStore, world_size: int
 ) -> dict[str, Any]:
     """What results.json says about how the images were made (PROTOCOL 3.6)."""
-    options = {name: getattr(settings, name) for name in
-               ("atol", "rtol", "eta", "diffusion_form", "last_step", "last_step_size")}  # fmt: skip
+    options = {name: getattr(settings, name) for name in SAMPLER_OPTIONS if name not in ("method", "num_steps")}
     return {
         "uint8_rule": "floor((x + 1) * 127.5 + 0.5), clamped to 0..255",
         "samples": {"source": "sample.py", "index_rule": "file order", "labels": settings.labels,

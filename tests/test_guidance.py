@@ -8,7 +8,7 @@ from helpers import close, draw, reference, reference_network, u
 
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.flow import LinearInterpolant
-from vcagen.samplers import ddpm_sample, sde_sample, with_cfg
+from vcagen.samplers import ddpm_sample, ode_sample, sde_sample, with_cfg
 
 DIT = reference("dit")
 DIFFUSION, FLOW = GaussianDiffusion(), LinearInterpolant()
@@ -71,6 +71,23 @@ def test_guidance_is_one_doubled_call_and_leaves_the_variance_conditional(scale,
     else:
         assert network.batches == [6]
         assert torch.equal(output[:, count:], cond[:, count:])
+
+
+def test_variance_channels_are_never_guided():
+    outputs = [
+        with_cfg(Recorder(), Y, cfg_scale=1.5, null_label=10, guided_channels=guided)(X, T) for guided in (None, 6)
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_interval_bounds_belong_to_it_also_as_float32_times():
+    guided = []
+    for interval in ((0.1, 0.3), (0.2, 0.6), (0.7, 0.9)):
+        network = Recorder(4)
+        predict = with_cfg(network, Y, cfg_scale=1.5, null_label=10, interval=interval)
+        ode_sample(FLOW, predict, torch.zeros(3, 4, 2, 2), num_steps=10, method="euler")
+        guided.append([step for step, batch in enumerate(network.batches) if batch == 6])
+    assert guided == [[1, 2, 3], [2, 3, 4, 5, 6], [7, 8, 9]]
 
 
 @pytest.mark.parametrize("time", [0.3, None])

@@ -52,21 +52,17 @@ def test_processes_resume_bit_for_bit_and_agree_with_one(tmp_path, num_processes
     assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-def test_sharded_training_resumes_bit_for_bit_and_agrees_with_one_process(tmp_path):
-    options = {"train__micro_batch_size": 2, "train__max_grad_norm": 0.5, "model__gradient_checkpointing": True}
-
-    def shard(run, **more):
-        torchrun(2, "tests/fsdp_on_cpu.py", *tiny.arguments(run, **options, **more)[1:])
-
-    shard(tmp_path / "whole")
-    shard(tmp_path / "parts", train__steps=3)
-    shard(tmp_path / "parts")
-    tiny.train(tmp_path / "one", **options)
-    whole, parts, one = (tiny.state(tmp_path / name, 6) for name in ("whole", "parts", "one"))
+def test_sharded_training_resumes_bit_for_bit_and_is_that_of_ddp(tmp_path):
+    options = {"train__precision": "bf16", "train__micro_batch_size": 2, "train__max_grad_norm": 0.5,
+               "model__gradient_checkpointing": True}  # fmt: skip
+    for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        torchrun(2, "tests/fsdp_on_cpu.py", *tiny.arguments(tmp_path / name, train__steps=steps, **options)[1:])
+    torchrun(2, *tiny.arguments(tmp_path / "ddp", **options))
+    whole, parts, ddp = (tiny.state(tmp_path / name, 6) for name in ("whole", "parts", "ddp"))
     assert tiny.same_state(whole, parts)
-    assert whole.keys() == one.keys()
+    assert whole.keys() == ddp.keys()
     for key, value in whole.items():
-        torch.testing.assert_close(value, one[key], rtol=0, atol=1e-4)
+        torch.testing.assert_close(value, ddp[key], rtol=0, atol=1e-4)  # float32 instead of bf16: 2e-2
 
 
 def test_another_process_count_goes_on_with_the_same_data(tmp_path):

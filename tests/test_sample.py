@@ -18,7 +18,7 @@ import torch
 from helpers import ROOT, python, tiny_vae, torchrun, user_error
 from PIL import Image
 
-from vcagen import checkpoints
+from vcagen import checkpoints, samplers
 from vcagen.build import build_model, load_run
 from vcagen.codec import LatentCodec
 from vcagen.config import CodecConfig, Config, ModelConfig, ObjectiveConfig, SamplingConfig
@@ -419,3 +419,16 @@ def test_twenty_kills(tmp_path):
         assert (files(out), (out / "samples.npz").read_bytes()) == expected, trial
         assert json.loads((out / "results.json").read_text())["metrics"] == metrics, trial
     assert interrupted >= 10
+
+
+def test_a_new_sampler_is_a_function_and_a_line(tmp_path, monkeypatch):
+    """As the README says: named for its process, its options are its keywords."""
+
+    def still_sample(diffusion, predict, noise, *, eta, progress=None):
+        predict(noise, torch.full((len(noise),), 500))
+        return torch.full_like(noise, eta)
+
+    monkeypatch.setitem(samplers.SAMPLERS, "still", still_sample)
+    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--num_images", 3, "--batch", 2,
+           "--sampler", "still", "--eta", "0.5")  # fmt: skip
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["eta"] == 0.5

@@ -323,7 +323,7 @@ def test_impossible_eta_is_refused(eta):
 
 def test_samplers_are_listed_by_name():
     assert list(SAMPLERS.items()) == [
-        ("ddpm", ddpm_sample), ("ddim", ddim_sample), ("ode", ode_sample), ("sde", sde_sample)
+        ("ddpm", ddpm_sample), ("ddim", ddim_sample), ("sde", sde_sample), ("ode", ode_sample)
     ]  # fmt: skip
 
 

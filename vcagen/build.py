@@ -23,9 +23,9 @@ from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DIT_SIZES, DiT, parse_size
 from vcagen.files import sha256
 from vcagen.flow import LinearInterpolant
-from vcagen.generate import SAMPLER_OPTIONS, Sampler
+from vcagen.generate import Sampler
 from vcagen.latents import DataSpec, codec_options
-from vcagen.samplers import SAMPLERS, Progress, RandnLike, with_cfg
+from vcagen.samplers import SAMPLERS, Progress, RandnLike, draws_noise, sampler_options, with_cfg
 
 
 def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
@@ -41,6 +41,7 @@ def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     handlers = [ddp, InitProcessGroupKwargs(timeout=timedelta(days=1))] if patient else [ddp]
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers, **options)
+    accelerator.gradient_accumulation_steps = 1  # the trainer accumulates itself, whatever the environment says
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
         raise ValueError(
@@ -240,7 +241,7 @@ def build_sampler(
     """
     name, cfg_scale = settings.sampler, settings.cfg_scale
     assert name is not None and cfg_scale is not None, "settings must be resolved"  # noqa: PT018
-    options = {option: getattr(settings, option) for option in SAMPLER_OPTIONS[name]}
+    options = {option: getattr(settings, option) for option in sampler_options(name)}
     options = {option: value for option, value in options.items() if value is not None}
 
     def sample(
@@ -254,7 +255,7 @@ def build_sampler(
             autocast, y, cfg_scale=cfg_scale, null_label=null_label,
             guided_channels=settings.guided_channels, interval=settings.cfg_interval,
         )  # fmt: skip
-        random = {} if name == "ode" else {"randn_like": randn_like}
+        random = {"randn_like": randn_like} if draws_noise(name) else {}
         latents = SAMPLERS[name](objective, predict, noise, **random, **options, progress=progress)
         return latents, predict.calls
 

@@ -52,6 +52,8 @@ def build_trainer(config: Config) -> Trainer:
     network = initial_network(config, dataset.spec)
     objective = build_objective(config.objective)
     preview = None
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("fsdp_version: 1 is not supported; configs/accelerate/fsdp.yaml has version 2")
     if config.log.preview_every and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
     if config.log.preview_every:
@@ -115,6 +117,7 @@ def check_values(config: Config) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}: {value}; needs at least {least}")
+    resolve_sampling(SamplingConfig(), config.sampling, config.objective.name)
     if train.max_grad_norm is not None and not train.max_grad_norm > 0:
         raise ValueError(f"train.max_grad_norm: {train.max_grad_norm}; needs a number above 0")
     if not 0 <= config.seed < 2**63:

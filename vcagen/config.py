@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -145,8 +145,8 @@ class CheckpointConfig:
 class SamplingConfig:
     """How images are made and scored. Options left out: the run's `sampling` section, then the recipe."""
 
-    sampler: Literal["ddpm", "ddim", "ode", "sde"] | None = None
-    """Sampler. Recipe: ddpm for diffusion, sde for flow."""
+    sampler: str | None = None
+    """Sampler: ddpm or ddim for diffusion, sde or ode for flow. Recipe: the first."""
     num_steps: int | None = None
     """Steps of the sampler, none for adaptive ODE methods. Recipe: 250."""
     method: str | None = None
@@ -177,6 +177,13 @@ class SamplingConfig:
     """Reference of the scores: ADM .npz, image folder, statistics of `vcagen stats`, or digits. Recipe: no scores."""
     extractor: Literal["inception", "pixels"] | None = None
     """Features of the scores. Recipe: inception."""
+
+
+GENERAL_SAMPLING = ("cfg_scale", "cfg_interval", "guided_channels", "num_images", "labels", "reference", "extractor")
+SAMPLER_OPTIONS = tuple(
+    field.name for field in fields(SamplingConfig) if field.name not in ("sampler", *GENERAL_SAMPLING)
+)
+"""Fields of SamplingConfig that some samplers have and others have not."""
 
 
 @dataclass(frozen=True)

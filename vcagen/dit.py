@@ -36,18 +36,16 @@ class TimestepEmbedder(nn.Module):
 
     def __init__(self, hidden_size: int, num_frequencies: int = 128) -> None:
         super().__init__()
+        self.num_frequencies = num_frequencies
         self.mlp = nn.Sequential(
             nn.Linear(2 * num_frequencies, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
         )
-        frequencies = torch.exp(
-            -math.log(10_000) * torch.arange(num_frequencies, dtype=torch.float32) / num_frequencies
-        )
-        self.frequencies: Tensor
-        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, t: Tensor) -> Tensor:
         """(N,) -> (N, D)."""
-        angles = t.float()[:, None] * self.frequencies.float()
+        # Not a buffer: casting the network to half precision would round it, and 999 times the error is large.
+        steps = torch.arange(self.num_frequencies, dtype=torch.float32, device=t.device)
+        angles = t.float()[:, None] * torch.exp(-math.log(10_000) * steps / self.num_frequencies)
         sinusoids = torch.cat([angles.cos(), angles.sin()], dim=-1)
         return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
 

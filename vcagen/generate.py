@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vcagen import codec, samplers
-from vcagen.config import SamplingConfig
+from vcagen.config import GENERAL_SAMPLING, SAMPLER_OPTIONS, SamplingConfig
 from vcagen.store import SampleStore
 
 LABEL, START, STEPS = range(3)
@@ -124,21 +124,11 @@ class LabelRule:
         return noise.labels(indices, self.num_classes)
 
 
-FAMILIES = {"diffusion": ("ddpm", "ddim"), "flow": ("sde", "ode")}
-"""Samplers of each objective; the first is the recipe's."""
-SAMPLER_OPTIONS = {
-    "ddpm": ("num_steps",),
-    "ddim": ("num_steps", "eta"),
-    "ode": ("method", "num_steps", "atol", "rtol"),
-    "sde": ("num_steps", "diffusion_form", "last_step", "last_step_size"),
-}
-"""Options of each sampler, by their names in SamplingConfig."""
 RECIPE = {
     "num_steps": 250, "method": "dopri5", "atol": 1e-6, "rtol": 1e-3, "eta": 0.0, "diffusion_form": "sigma",
     "last_step": "Mean", "last_step_size": 0.04, "cfg_scale": 1.0, "num_images": 50_000, "labels": "random",
     "extractor": "inception",
 }  # fmt: skip
-GENERAL = ("cfg_scale", "cfg_interval", "guided_channels", "num_images", "labels", "reference", "extractor")
 
 
 def resolve_sampling(command: SamplingConfig, run: SamplingConfig, objective: str) -> SamplingConfig:
@@ -155,20 +145,19 @@ def resolve_sampling(command: SamplingConfig, run: SamplingConfig, objective: st
         given = getattr(run, name) if given is None else given
         return RECIPE.get(name) if given is None else given
 
-    sampler: Any = pick("sampler") or FAMILIES[objective][0]
-    if sampler not in FAMILIES[objective]:
-        raise ValueError(
-            f"sampler: {sampler} is not for a {objective} model; choose {' or '.join(FAMILIES[objective])}"
-        )
-    used = list(SAMPLER_OPTIONS[sampler])
+    choices = samplers.samplers_of(objective)
+    sampler = pick("sampler") or choices[0]
+    if sampler not in choices:
+        raise ValueError(f"sampler: {sampler} is not for a {objective} model; choose {' or '.join(choices)}")
+    used = samplers.sampler_options(sampler)
     if sampler == "ode":
         adaptive = pick("method") in samplers.ADAPTIVE_METHODS
         used = ["method", "atol", "rtol"] if adaptive else ["method", "num_steps"]
-    for name in RECIPE.keys() - set(GENERAL) - set(used):
+    for name in set(SAMPLER_OPTIONS) - set(used):
         if getattr(command, name) is not None:
             which = f"{sampler} {pick('method')}" if sampler == "ode" else sampler
             raise ValueError(f"{name}: {which} does not use it; it uses {', '.join(used)}")
-    values = {name: pick(name) for name in (*GENERAL, *used)}
+    values = {name: pick(name) for name in (*GENERAL_SAMPLING, *used)}
     if values["cfg_interval"] is not None:
         values["cfg_interval"] = tuple(values["cfg_interval"])
     return SamplingConfig(sampler=sampler, **values)

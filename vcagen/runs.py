@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-SAMPLER_OPTIONS = ("method", "num_steps", "atol", "rtol", "eta", "diffusion_form", "last_step", "last_step_size")
+from vcagen.config import SAMPLER_OPTIONS
+
 DIGITS_ACCURACY = "digits_accuracy"
 """Metric: share of generated digits that a classifier trained on the real ones takes for their label."""
 

@@ -7,8 +7,9 @@ fixed ones compare a time once a step); coefficients are floats known before the
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Guided:
         self.calls += 1
         if self.cfg_scale == 1.0 or self.y_null is None or not self._guides(t, time):
             return self.model(x_t, t, self.y)
-        channels = x_t.shape[1] if self.guided_channels is None else self.guided_channels
+        channels = min(x_t.shape[1], self.guided_channels or x_t.shape[1])
         if self.cfg_scale == 0.0 and channels >= x_t.shape[1]:
             return self.model(x_t, t, self.y_null)
         both = self.model(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([self.y, self.y_null]))  # (2N, out, H, W)
@@ -76,7 +77,8 @@ class Guided:
         if self.interval is None:
             return True
         low, high = self.interval
-        return low <= (float(t[0]) if time is None else time) <= high
+        rounding = 1e-6  # solvers keep times from 0 to 1 in float32
+        return low - rounding <= (float(t[0]) if time is None else time) <= high + rounding
 
 
 def with_cfg(
@@ -344,9 +346,31 @@ def sde_sample(
 SAMPLERS: dict[str, Callable[..., Tensor]] = {
     "ddpm": ddpm_sample,
     "ddim": ddim_sample,
-    "ode": ode_sample,
     "sde": sde_sample,
+    "ode": ode_sample,
 }
+"""By name, of each process the recipe's first. A sampler's first argument is named for its process, and its other
+keywords than randn_like and progress are its options, by their names in SamplingConfig."""
+
+
+def samplers_of(process: str) -> list[str]:
+    """Names of the samplers of "diffusion" or "flow"."""
+    return [name for name in SAMPLERS if process in _arguments(name)]
+
+
+def sampler_options(name: str) -> list[str]:
+    """Names of the options of a sampler."""
+    keywords = [key for key, argument in _arguments(name).items() if argument.kind is argument.KEYWORD_ONLY]
+    return [key for key in keywords if key not in ("randn_like", "progress")]
+
+
+def draws_noise(name: str) -> bool:
+    """Whether a sampler takes the noise of its steps."""
+    return "randn_like" in _arguments(name)
+
+
+def _arguments(name: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(SAMPLERS[name]).parameters
 
 
 class Watch:

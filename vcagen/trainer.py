@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -122,7 +123,14 @@ class Trainer:
             fused=True,
         )
         model = torch.compile(network) if self.settings.compile else network
+        if not self.accelerator.is_fsdp2:
+            model, wrapped = self.accelerator.prepare(model, optimizer)
+            return model, wrapped
+        # Autocast, as without FSDP: accelerate's policy would round t, lambda and the norms to the half precision too.
+        policy = MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)
+        self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         model, wrapped = self.accelerator.prepare(model, optimizer)
+        model.forward = self.accelerator.autocast()(model.forward)
         return model, wrapped
 
     # --- the loop ---
