@@ -136,7 +136,7 @@ def test_the_jobs_are_listed(capsys):
 
     __main__.main([])
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text and job.help in text for name, job in JOBS.items())
+    assert all(f"  {name} " in text and job.__doc__ in text for name, job in JOBS.items())
     with pytest.raises(ValueError, match="encod: unknown job; choose from"):
         __main__.main(["encod"])
 
@@ -144,7 +144,7 @@ def test_the_jobs_are_listed(capsys):
 @pytest.mark.parametrize("name", sorted(JOBS))
 def test_every_job_has_help(name, capsys):
     with pytest.raises(SystemExit) if name != "bench" else _nothing():
-        JOBS[name].main(["--help"])
+        JOBS[name](["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "usage" in text
     assert re.search(rf"python -m vcagen {name} [\w/]", text), "an example"

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Job:
-    """One command: its line in the list, and the function that parses the rest of the line and does it."""
-
-    help: str
-    main: Callable[[list[str]], None]
 
 
 def encode(args: list[str]) -> None:
-    """Encode images to latent shards."""
+    """Images to latent shards, once, before training."""
     from vcagen import cli
     from vcagen.job_configs import EncodeConfig
 
@@ -40,7 +30,7 @@ def encode(args: list[str]) -> None:
 
 
 def stats(args: list[str]) -> None:
-    """Write reference statistics."""
+    """Reference statistics of real images."""
     from vcagen import cli
     from vcagen.job_configs import StatsConfig
     from vcagen.metrics.features import load_extractor
@@ -60,7 +50,7 @@ def stats(args: list[str]) -> None:
 
 
 def evaluate(args: list[str]) -> None:
-    """Score samples against a reference."""
+    """FID, sFID, IS, precision and recall of a folder or .npz of samples."""
     from vcagen import cli
     from vcagen.files import write_json
     from vcagen.job_configs import EvaluateConfig
@@ -94,7 +84,7 @@ def evaluate(args: list[str]) -> None:
 
 
 def cost(args: list[str]) -> None:
-    """Parameters and multiply-adds."""
+    """Parameters and multiply-adds, of a table of the paper or of one network."""
     from vcagen import cli
     from vcagen.config import Config
     from vcagen.job_configs import CostConfig
@@ -129,7 +119,7 @@ def cost(args: list[str]) -> None:
 
 
 def report(args: list[str]) -> None:
-    """Report a table or a run."""
+    """A table of the paper with our scores beside the published ones, or one run."""
     from pathlib import Path
 
     from vcagen import cli
@@ -152,7 +142,7 @@ def report(args: list[str]) -> None:
 
 
 def experiment(args: list[str]) -> None:
-    """Train, sample and report all runs of a table."""
+    """Train, sample and report all runs of a table, such as configs/miniature.yaml."""
     from pathlib import Path
 
     from vcagen import cli
@@ -174,7 +164,7 @@ def experiment(args: list[str]) -> None:
 
 
 def bench(args: list[str]) -> None:
-    """Time a part."""
+    """Speed of a part, each against a yardstick in the same run."""
     import importlib
     import pkgutil
 
@@ -192,7 +182,7 @@ def bench(args: list[str]) -> None:
 
 
 def inspect(args: list[str]) -> None:
-    """Say what weights hold."""
+    """What a run or a weights file holds."""
     from vcagen import checkpoints, cli
     from vcagen.files import write_json
     from vcagen.job_configs import InspectConfig
@@ -208,7 +198,7 @@ def inspect(args: list[str]) -> None:
 
 
 def export(args: list[str]) -> None:
-    """Write one weights file of a run."""
+    """One weights file of a run, to give away."""
     from vcagen import checkpoints, cli
     from vcagen.job_configs import ExportConfig
 
@@ -217,17 +207,7 @@ def export(args: list[str]) -> None:
     print(f"{config.out}: {source}", file=sys.stderr)
 
 
-JOBS: dict[str, Job] = {
-    "encode": Job("images to latent shards, once, before training", encode),
-    "cost": Job("parameters and multiply-adds, of a table of the paper or of one network", cost),
-    "experiment": Job("train, sample and report all runs of a table, such as configs/miniature.yaml", experiment),
-    "report": Job("a table of the paper with our scores beside the published ones, or one run", report),
-    "bench": Job("speed of a part, each against a yardstick in the same run", bench),
-    "stats": Job("reference statistics of real images", stats),
-    "evaluate": Job("FID, sFID, IS, precision and recall of a folder or .npz of samples", evaluate),
-    "inspect": Job("what a run or a weights file holds", inspect),
-    "export": Job("one weights file of a run, to give away", export),
-}
+JOBS = {job.__name__: job for job in (encode, cost, experiment, report, bench, stats, evaluate, inspect, export)}
 
 
 def main(args: list[str]) -> None:
@@ -239,12 +219,12 @@ def main(args: list[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m vcagen JOB [options]\n\njobs:")
         for name, job in JOBS.items():
-            print(f"  {name:<12}{job.help}")
+            print(f"  {name:<12}{job.__doc__}")
         print("\npython -m vcagen JOB --help shows the options. Training and sampling: train.py and sample.py.")
         return
     if args[0] not in JOBS:
         raise ValueError(f"{args[0]}: unknown job; choose from {', '.join(JOBS)}")
-    JOBS[args[0]].main(args[1:])
+    JOBS[args[0]](args[1:])
 
 
 if __name__ == "__main__":

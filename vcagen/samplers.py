@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,35 +41,28 @@ class NonFiniteError(ValueError):
         self.batch_index = batch_index
 
 
+@dataclass
 class Guided:
     """predict(x_t, t) of a class-conditional network: see `with_cfg`. `calls` counts the network calls so far."""
 
-    def __init__(
-        self,
-        model: Model,
-        y: Tensor,
-        cfg_scale: float,
-        null_label: int | None,
-        guided_channels: int | None,
-        interval: tuple[float, float] | None,
-    ) -> None:
-        self.model = model
-        self.y = y
-        self.cfg_scale = cfg_scale
-        self.guided_channels = guided_channels
-        self.interval = interval
-        self.y_null = None if null_label is None else torch.full_like(y, null_label)
-        self.calls = 0
+    model: Model
+    y: Tensor
+    cfg_scale: float
+    null_label: int | None
+    guided_channels: int | None
+    interval: tuple[float, float] | None
+    calls: int = 0
 
     def __call__(self, x_t: Tensor, t: Tensor, *, time: float | None = None) -> Tensor:
         """The network's (N, out_channels, H, W) at x_t; `time` is t where the host knows it (else t is read back)."""
         self.calls += 1
-        if self.cfg_scale == 1.0 or self.y_null is None or not self._guides(t, time):
+        if self.cfg_scale == 1.0 or self.null_label is None or not self._guides(t, time):
             return self.model(x_t, t, self.y)
+        y_null = torch.full_like(self.y, self.null_label)
         channels = min(x_t.shape[1], self.guided_channels or x_t.shape[1])
         if self.cfg_scale == 0.0 and channels >= x_t.shape[1]:
-            return self.model(x_t, t, self.y_null)
-        both = self.model(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([self.y, self.y_null]))  # (2N, out, H, W)
+            return self.model(x_t, t, y_null)
+        both = self.model(torch.cat([x_t, x_t]), torch.cat([t, t]), torch.cat([self.y, y_null]))  # (2N, out, H, W)
         cond, uncond = both.to(x_t.dtype).chunk(2)
         guided = torch.lerp(uncond[:, :channels], cond[:, :channels], self.cfg_scale)
         return torch.cat([guided, cond[:, channels:]], dim=1)
