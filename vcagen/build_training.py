@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.tracking import get_available_trackers
@@ -18,7 +17,7 @@ from torch import Tensor
 from vcagen import checkpoints
 from vcagen.build import build_accelerator, build_cost, build_model, build_objective, build_sampler
 from vcagen.codec import LatentCodec
-from vcagen.config import Config, SamplingConfig, TrainConfig
+from vcagen.config import Config, SamplingConfig, TrainConfig, flat
 from vcagen.cost import activation_bytes, state_bytes
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.dit import DiT
@@ -83,7 +82,8 @@ def build_trainer(config: Config) -> Trainer:
         write_config(run, config)
     accelerator.wait_for_everyone()
     if config.log.trackers:
-        accelerator.init_trackers("vcagen", config=flat(asdict(config)))
+        shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flat(asdict(config)).items()}
+        accelerator.init_trackers("vcagen", config=shown)
     return trainer
 
 
@@ -226,14 +226,3 @@ def describe_training(config: Config) -> str:
         "checkpoint": f"{(state - 4 * cost.params) / 2**20:.1f} MiB each",
     }
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
-
-
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}, with what trackers cannot show as text."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{before}{key}.")
-        else:
-            result[before + key] = value if isinstance(value, int | float | str | bool) else str(value)
-    return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -250,3 +252,18 @@ class SampleConfig(SamplingConfig):
     """Local file of the Inception weights. Default: torch-fidelity's download."""
     dry_run: bool = False
     """Print the plan and stop."""
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """A configuration as nested dicts, lists and scalars: what YAML and JSON give back."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return values
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; attention_options is one value."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and key != "attention_options"
+        result |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+    return result

@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vcagen.codec import LatentCodec
+from vcagen.config import flat
 from vcagen.files import atomic_file, write_json
 from vcagen.images import Pixels, digits_pixels, find_bad_images, folder_pixels, scan_images, without_bad
 from vcagen.job_configs import EncodeConfig
@@ -130,11 +131,6 @@ def _settings(config: EncodeConfig, pixels: Pixels, codec: LatentCodec) -> dict[
 
 def _refuse_other_settings(file: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
     """Name every setting in which an existing shard differs from the ones to write."""
-
-    def flat(settings: dict[str, Any]) -> dict[str, Any]:
-        codec = {f"codec.{key}": value for key, value in settings["codec"].items()}
-        return {**{key: value for key, value in settings.items() if key != "codec"}, **codec}
-
     old, new = flat(found), flat(asked)
     fields = [f"{key} {_short(old.get(key))}, asked for {_short(new[key])}" for key in new if old.get(key) != new[key]]
     if fields:

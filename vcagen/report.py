@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from vcagen.config import flat, plain
 from vcagen.cost import Cost
 from vcagen.runs import DIGITS_ACCURACY, Run, Score
 from vcagen.tables import Row, Table, markdown
-from vcagen.training_state import MUTABLE
+from vcagen.training_state import may_change
 
 COMPARED = (
     "sampler", "guidance", "images", "labels", "reference", "extractor", "decoder", "precision", "step",
@@ -121,22 +122,13 @@ def differing_options(row: Row, config: Mapping[str, Any]) -> list[str]:
 
     Nothing where the run's configuration is not known.
     """
-    recipe = asdict(row.config())
-    keys = [f"{part}.{key}" for part in ("model", "objective") for key in recipe[part]] + list(row.options)
-    mutable = [key for key in keys if key in MUTABLE or key.split(".")[0] in MUTABLE]
-    wanted = {key: _at(recipe, key) for key in keys if key not in mutable} if config else {}
+    recipe, found = flat(plain(row.config())), flat(config)
+    keys = [key for key in recipe if key.startswith(("model.", "objective.")) or key in row.options]
     return [
-        f"{key} {_at(config, key)} in the run, {value} in the table"
-        for key, value in wanted.items()
-        if _at(config, key) != value
+        f"{key} {found.get(key)} in the run, {recipe[key]} in the table"
+        for key in keys
+        if found and not may_change(key) and found.get(key) != recipe[key]
     ]
-
-
-def _at(values: Any, key: str) -> Any:
-    """The value of a dotted key, None where there is none."""
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
 
 
 def difference(line: Line, lines: Sequence[Line]) -> tuple[float | None, float | None]:

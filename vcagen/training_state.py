@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vcagen.checkpoints import checkpoint_folder, latest_checkpoint, list_checkpoints, save_weights
-from vcagen.config import Config
+from vcagen.config import Config, flat, plain
 from vcagen.ema import EMA
 from vcagen.files import atomic_file, atomic_folder, write_json
 
@@ -38,6 +36,11 @@ MUTABLE = (
 """What may change when a run goes on. The data may have moved: its description is compared instead."""
 
 
+def may_change(key: str) -> bool:
+    """Whether the option of that dotted name may change when a run goes on."""
+    return any(key == name or key.startswith(f"{name}.") for name in MUTABLE)
+
+
 def check_same_run(run: Path, config: Config) -> None:
     """Check that the configuration is that of the run, where one has been started and saved there.
 
@@ -46,19 +49,17 @@ def check_same_run(run: Path, config: Config) -> None:
     """
     path = run / "config.yaml"
     if latest_checkpoint(run) is not None:
-        ours = asdict(config)
         try:
             theirs = yaml.safe_load(path.read_text())
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: damaged: {error}") from error
         if not isinstance(theirs, dict):
             raise ValueError(f"{path}: damaged: not a configuration")
+        theirs, ours = flat(theirs), flat(plain(config))
         differences = [
-            f"{key}: {_at(theirs, key)!r} there, {_at(ours, key)!r} here"
-            for key in _leaves({**theirs, **ours})
-            if key != "run"
-            and not any(key == name or key.startswith(f"{name}.") for name in MUTABLE)
-            and _at(theirs, key) != _at(ours, key)
+            f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+            for key in {**theirs, **ours}
+            if key != "run" and not may_change(key) and theirs.get(key) != ours.get(key)
         ]
         if differences:
             raise ValueError(f"{run}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
@@ -67,27 +68,7 @@ def check_same_run(run: Path, config: Config) -> None:
 def write_config(run: Path, config: Config) -> None:
     """Write config.yaml into the run folder."""
     with atomic_file(run / "config.yaml") as temporary:
-        temporary.write_text(yaml.safe_dump(_plain(asdict(config)), sort_keys=False))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _leaves(values: Mapping[str, Any], before: str = "") -> list[str]:
-    keys: list[str] = []
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and key != "attention_options"
-        keys += _leaves(value, f"{before}{key}.") if nested else [before + key]
-    return keys
-
-
-def _at(values: Any, dotted: str) -> Any:
-    for key in dotted.split("."):
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return _plain(values)
+        temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False))
 
 
 def save_checkpoint(
