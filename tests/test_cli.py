@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import pytest
 from helpers import ROOT, python, user_error
+from safetensors import SafetensorError
 
 from vcagen import cli
 from vcagen.__main__ import JOBS
 from vcagen.config import Config, SampleConfig
+from vcagen.files import atomic_file, atomic_folder
 from vcagen.job_configs import EncodeConfig
 from vcagen.tables import nested
 
@@ -90,6 +93,29 @@ def test_yaml_mistakes_are_named_too(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             parse("--config", str(file))
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("run: r\ntrain: {steps: null}", "train.steps"), ("run: r\nmodel:\n  mlp_ratio:", "model.mlp_ratio"),
+     ("run: r\nobjective: {name: null}", "objective.name"), ("run: r\nseed:", "seed"),
+     ("run: r\ndata: {images: null}", "data.images"), ("run: r\ntrain: {compile: null}", "train.compile")],
+)  # fmt: skip
+def test_null_in_yaml_is_no_value_where_none_is_not(tmp_path, text, name):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{name}: (null|expected a mapping)"):
+        cli.parse(Config, ["--config", str(file)], prog="x")
+    file.write_text("run: r\ntrain: {micro_batch_size: null}")
+    assert cli.parse(Config, ["--config", str(file)], prog="x").train.micro_batch_size is None
+
+
+@pytest.mark.parametrize("atomic", [atomic_file, atomic_folder])
+@pytest.mark.parametrize("kind", [partial(OSError, 28), SafetensorError])
+def test_what_cannot_be_written_is_named_and_absent(tmp_path, atomic, kind):
+    with pytest.raises(OSError, match="weights"), atomic(tmp_path / "weights"):
+        raise kind("no space left")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("config", [Config, SampleConfig, EncodeConfig])

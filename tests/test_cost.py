@@ -8,6 +8,7 @@ import torch
 from helpers import ROOT, python
 
 from vcagen import build_training
+from vcagen.__main__ import JOBS
 from vcagen.build import build_cost, build_model
 from vcagen.config import ModelConfig, ObjectiveConfig
 from vcagen.cost import activation_bytes, measure, state_bytes
@@ -126,3 +127,9 @@ def test_bad_tables_are_named(tmp_path):
 
 def test_nested():
     assert nested({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+
+
+@pytest.mark.parametrize("option", ["--channels", "--latent_size", "--num_classes"])
+def test_zero_is_not_the_default(option):
+    with pytest.raises(ValueError, match=r"\b0\b"):
+        JOBS["cost"]([option, "0"])

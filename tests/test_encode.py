@@ -209,6 +209,21 @@ def test_broken_files(config, tmp_path, count):
         Path(config.out, "shard_00001.safetensors").unlink()
 
 
+def test_a_damaged_list_of_skipped_files_is_named(config, tmp_path):
+    config = change(config, images=broken(tmp_path / "broken"), on_bad_image="skip")
+    assert encode_in_threads(config, 1) == [None]
+    for text in ("", "[1]", '[{"p": 1}]'):
+        Path(config.out, "skipped.json").write_text(text)
+        (error,) = encode_in_threads(config, 1)
+        assert "skipped.json: damaged" in str(error)
+
+
+@pytest.mark.parametrize("inside", ["", "latents", "a/b"])
+def test_shards_do_not_go_into_the_images(config, inside):
+    (error,) = encode_in_threads(change(config, out=f"{config.images}/{inside}"), 1)
+    assert "is inside the images" in str(error)
+
+
 def test_junk_and_empty_classes(config, tmp_path):
     root = image_folder(tmp_path / "junk", {"dog": 1, "cat": 1, "eel": 0, "fox": 2, ".ipynb_checkpoints": 1})
     (root / "README.txt").write_text("junk")

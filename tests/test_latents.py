@@ -103,6 +103,14 @@ def test_codec_reads_only_the_config_until_it_is_used(vae, tmp_path):
         codec.moments(torch.zeros(1, 3, 8, 8))
 
 
+@pytest.mark.parametrize("name", ["scaling_factor", "latent_channels", "block_out_channels"])
+def test_a_config_that_is_no_vae_is_refused(vae, tmp_path, name):
+    values = json.loads(Path(vae, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, name: None}))
+    with pytest.raises(ValueError, match=r"config\.json is not that of an AutoencoderKL"):
+        LatentCodec(str(tmp_path))
+
+
 def test_codec_options(vae):
     x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
     exact = LatentCodec(vae).moments(x)

@@ -85,6 +85,8 @@ def evaluate(args: list[str]) -> None:
 
 def cost(args: list[str]) -> None:
     """Parameters and multiply-adds, of a table of the paper or of one network."""
+    from dataclasses import replace
+
     from vcagen import cli
     from vcagen.config import Config
     from vcagen.job_configs import CostConfig
@@ -104,13 +106,8 @@ def cost(args: list[str]) -> None:
     else:
         table = load_table(config.table)
         title, latents, rows = table.title, table.latents, [(row, row.config()) for row in table.rows]
-    data = data_spec(
-        Latents(
-            config.channels or latents.channels,
-            config.latent_size or latents.size,
-            config.num_classes or latents.num_classes,
-        )
-    )
+    given = {"channels": config.channels, "size": config.latent_size, "num_classes": config.num_classes}
+    data = data_spec(replace(latents, **{name: value for name, value in given.items() if value is not None}))
     costs = [(row, build_cost(c.model, c.objective, data)) for row, c in rows]
     text, values = cost_table(title, costs)
     print(text)

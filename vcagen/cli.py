@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
@@ -104,13 +104,22 @@ def _mapping_parser(config: type[Any]) -> Parser:
 
 
 def _instantiate(parser: Parser, config: type[T], values: Namespace) -> T:
-    types = get_type_hints(config)
-    for name, value in vars(values).items():
-        if is_dataclass(types.get(name)) and not isinstance(value, Namespace):
-            raise ValueError(f"{name}: expected a mapping of options, got {value!r}")
+    _check(config, values)
     found = parser.instantiate(values).as_dict()
     found.pop("config", None)
     return config(**found)
+
+
+def _check(config: type[Any], values: Namespace, before: str = "") -> None:
+    """Refuse what jsonargparse takes from YAML: null for any type, and anything for a group of options."""
+    for name, kind in get_type_hints(config).items():
+        value = values.get(name)
+        if is_dataclass(kind):
+            if not isinstance(value, Namespace):
+                raise ValueError(f"{before}{name}: expected a mapping of options, got {value!r}")
+            _check(kind, value, f"{before}{name}.")  # type: ignore[arg-type]  # a class, since it comes from the hints
+        elif value is None and type(None) not in get_args(kind):
+            raise ValueError(f"{before}{name}: null; leave it out for the default")
 
 
 def run(main: Callable[[], None]) -> NoReturn:

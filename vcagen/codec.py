@@ -219,13 +219,16 @@ def _from_config(vae: str) -> dict[str, Any]:
     kind = config.get("_class_name", "AutoencoderKL")
     if kind != "AutoencoderKL" or config["in_channels"] != 3:
         raise ValueError(f"{vae}: a {kind} of {config['in_channels']} channels; expected an AutoencoderKL of 3")
-    return {
-        "sha256": None,
-        "scaling_factor": config["scaling_factor"],
-        "shift_factor": config["shift_factor"] or 0.0,
-        "channels": config["latent_channels"],
-        "downsample": 2 ** (len(config.get("block_out_channels", (64,))) - 1),
-    }
+    try:
+        return {
+            "sha256": None,
+            "scaling_factor": float(config["scaling_factor"]),
+            "shift_factor": float(config["shift_factor"] or 0.0),
+            "channels": int(config["latent_channels"]),
+            "downsample": 2 ** (len(config.get("block_out_channels", (64,))) - 1),
+        }
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{vae}: config.json is not that of an AutoencoderKL ({error})") from error
 
 
 def _load_vae(vae: str) -> Any:

@@ -51,6 +51,8 @@ def encode(
         if (value := getattr(config, name)) is not None and value < least:
             raise ValueError(f"{name}: {value}; expected {least} or more")
     out = Path(config.out)
+    if Path(config.images).resolve() in (out.resolve(), *out.resolve().parents):
+        raise ValueError(f"out: {config.out} is inside the images; the shards would count as a class of theirs")
     done = {file: read_header(file)[0] for file in sorted(out.glob("shard_*.safetensors"))}
     pixels, bad = _open_images(config, checked=bool(done) or config.dry_run, rank=rank, size=world_size, gather=gather)
     codec = open_codec(config.images, config, device)
@@ -105,7 +107,10 @@ def _open_images(
         found = find_bad_images(folder.root, folder.paths[rank::size], config.num_workers, progress=rank == 0)
         bad = sorted(gather(found))
     elif config.on_bad_image == "skip" and skipped.is_file():
-        bad = [(entry["path"], entry["reason"]) for entry in json.loads(skipped.read_text())]
+        try:
+            bad = [(str(entry["path"]), str(entry["reason"])) for entry in json.loads(skipped.read_text())]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{skipped}: damaged ({type(error).__name__}: {error})") from error
     size = 256 if config.image_size is None else config.image_size
     return folder_pixels(without_bad(folder, bad, config), size), bad
 

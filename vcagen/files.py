@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
@@ -25,13 +27,27 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name `path` where writing fails: of a full disk the system does not tell which file, safetensors not even so."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_file(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside `path`; flushed to disk and renamed on success, removed on any error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
     try:
-        yield temporary
+        with _named(path):
+            yield temporary
         if sync:
             _fsync(temporary)
         temporary.replace(path)
@@ -50,7 +66,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        yield temporary
+        with _named(path):
+            yield temporary
         for file in temporary.rglob("*"):
             _fsync(file)
         _fsync(temporary)

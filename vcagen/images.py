@@ -69,7 +69,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError("floating-point pixels have no defined range")
     if image.mode.startswith("I"):  # 16-bit grey: convert() would clip it
         values = np.asarray(image, dtype=np.int64)
-        if values.min() < 0 or values.max() > 65535:
+        wide = image.mode == "I" and image.format == "TIFF"  # 16 bits of other formats may come as "I" too
+        if wide or values.min() < 0 or values.max() > 65535:
             raise ValueError("32-bit pixels have no defined range")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     return image.convert("RGB")
