@@ -306,6 +306,29 @@ def test_another_form_is_copied(tmp_path, monkeypatch, first, then, finished):
     assert not [path for path in (tmp_path / "b").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("then", [{"png": False, "npz": True}, {}])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "garbage"])
+def test_a_damaged_npz_is_made_again(tmp_path, then, damage):
+    store = a_store(tmp_path / "a", png=False, npz=True)
+    generate(store)
+    store.finish()
+    file = tmp_path / "a" / "samples.npz"
+    whole = file.read_bytes()
+    if damage == "other":
+        np.savez(file, np.zeros((9, 8, 8, 3), np.uint8))
+    else:
+        file.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "garbage": b"PK\5\6" + bytes(50)}[damage])
+    again = a_store(tmp_path / "a", **then)
+    generate(again)
+    again.finish()
+    generate(a_store(tmp_path / "b"))
+    if then:
+        assert file.read_bytes() == whole
+    else:
+        assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert a_store(tmp_path / "a", **then).missing() == []
+
+
 def test_preview_and_grey_images(tmp_path):
     store = SampleStore(tmp_path, 10, 4, image_shape=(1, 8, 8), settings={})
     generate(store, decode=lambda x: to_uint8(x[:, :1]))

@@ -111,6 +111,8 @@ class SampleStore:
         if foreign:
             listed = ", ".join(sorted(foreign)[:3]) + (", ..." if len(foreign) > 3 else "")
             raise ValueError(f"{self._images}: {len(foreign)} files that are not of this run: {listed}")
+        if self._npz.exists() and not self._npz_is_whole():
+            self._npz.unlink()  # what is still to be had in another form is copied again, the rest made again
         sizes = {self._rows: self.num_images * math.prod(self.image_shape), self._done: self.num_images}
         if any(not file.exists() or file.stat().st_size != size for file, size in sizes.items()):
             self._remove_rows()
@@ -220,8 +222,16 @@ class SampleStore:
         channels, height, width = self.image_shape
         shape = (self.num_images, height, width, channels)
         if self._npz.exists():
-            return np.memmap(self._npz, np.uint8, "r", offset=_npz_offset(self._npz), shape=shape)
+            return _map_npz(self._npz, shape)
         return np.memmap(self._rows, np.uint8, "r", shape=shape)
+
+    def _npz_is_whole(self) -> bool:
+        """Whether samples.npz has the rows and a directory at its end; a cut one has not."""
+        try:
+            self._stored_rows()
+        except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile):
+            return False
+        return True
 
 
 def save_grid(path: Path, images: Tensor) -> None:
@@ -262,14 +272,16 @@ def write_npz(path: Path, rows: Rows, block: int = 256) -> None:
             file.write(rows[start : start + block].tobytes())
 
 
-def _npz_offset(path: Path) -> int:
-    """Where the data of `arr_0` begins in a file of `write_npz`."""
+def _map_npz(path: Path, shape: tuple[int, ...]) -> Rows:
+    """The rows of a file of `write_npz` where they lie; any exception of zipfile and numpy where it is damaged."""
     with zipfile.ZipFile(path) as archive:
-        start = archive.getinfo("arr_0.npy").header_offset
+        member = archive.getinfo("arr_0.npy")
     with path.open("rb") as file:
-        file.seek(start + 26)
+        file.seek(member.header_offset + 26)
         lengths = file.read(4)
         file.seek(int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little"), os.SEEK_CUR)
         np.lib.format.read_magic(file)
-        np.lib.format.read_array_header_1_0(file)
-        return file.tell()
+        header = np.lib.format.read_array_header_1_0(file)
+        if member.compress_type != zipfile.ZIP_STORED or header != (shape, False, np.dtype(np.uint8)):
+            raise ValueError(f"{path}: holds {header}, expected uint8 {shape}")
+        return np.memmap(file, np.uint8, "r", offset=file.tell(), shape=shape)
