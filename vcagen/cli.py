@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 T = TypeVar("T")
 
@@ -25,6 +25,19 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """jsonargparse's help, with the lines of the description kept."""
+
+
+class ConfigFile(ActionConfigFile):
+    """jsonargparse's --config, whose mistakes name the file."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        """Add the options in the file `values` to `cfg`."""
+        try:
+            super().__call__(parser, cfg, values, option_string)
+        except (ValueError, TypeError) as error:
+            message = re.sub(r'Parser key "config": | in "<unicode string>"', "", str(error))
+            message = re.sub("^Unexpected config:", "expected a mapping of options, got", message)
+            raise ValueError(f"{values}: {message}") from error
 
 
 class Parser(ArgumentParser):
@@ -71,7 +84,7 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
         ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
     """
     parser = Parser(prog=prog, description=inspect.cleandoc(config.__doc__ or ""), formatter_class=Formatter)
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_argument("--config", action=ConfigFile, help="YAML file with any of the options below.")
     if positional is not None:
         default = next(field.default for field in fields(config) if field.name == positional)  # type: ignore[arg-type]
         optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
