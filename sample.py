@@ -34,7 +34,7 @@ def main() -> None:
     from accelerate.utils import broadcast_object_list
 
     from vcagen.build import build_accelerator, build_sampler, load_run
-    from vcagen.files import write_json
+    from vcagen.files import check_writable, write_json
     from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
     from vcagen.metrics.sources import result_path
     from vcagen.store import SampleStore
@@ -71,6 +71,7 @@ def main() -> None:
         return
     if settings.cfg_scale == 0 and main_process:
         print("note: cfg_scale 0 ignores the labels: the samples are unconditional", file=sys.stderr)
+    check_writable(store.folder / "manifest.json")
     run.codec.verify()  # a VAE that cannot be had is told now, not after the first sample
 
     scores, no_scores = open_scores(config, settings, store, device, main_process)
@@ -110,6 +111,8 @@ def main() -> None:
 def check_values(config: SampleConfig, settings: SamplingConfig, run: Run) -> None:
     """Raise ValueError, by name, for values that do not fit the run."""
     trained, channels = run.config.objective.name, run.latent_shape[0]
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed: {config.seed} is not in 0..2^63 - 1")
     if config.objective not in (None, trained):
         raise ValueError(f"objective: {config.objective}; the weights were trained for {trained}")
     if config.decode_batch is not None and config.decode_batch < 1:
@@ -158,12 +161,13 @@ def open_scores(
     """
     from vcagen.metrics.evaluate import Evaluator
     from vcagen.metrics.features import load_extractor
-    from vcagen.metrics.statistics import open_reference
+    from vcagen.metrics.statistics import check_reference_path, open_reference
 
     if settings.reference is None:
         if not store.keeps_images:
             raise ValueError("png: without png, npz and reference nothing would be kept")
         return None, ""
+    check_reference_path(settings.reference)
     try:
         extractor = load_extractor(settings.extractor or "inception", weights=config.inception_weights, device=device)
     except ValueError as error:

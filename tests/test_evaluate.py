@@ -440,6 +440,17 @@ def test_mistakes_in_the_command_line(tmp_path):
     assert not (tmp_path / "rgb" / "results.json").exists()
 
 
+@pytest.mark.parametrize("job", ["stats", "evaluate"])
+@pytest.mark.parametrize(("out", "message"), [("x.npz", "is a folder"), ("file/y.npz", r"cannot be written \(Not a")])
+def test_a_result_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, job, out, message):
+    (tmp_path / "x.npz").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(PixelFeatures, "__call__", lambda self, images: pytest.fail("features were computed"))
+    args = [job, "digits", "--extractor", "pixels", *(["--reference", "digits"] if job == "evaluate" else [])]
+    with pytest.raises(ValueError, match=rf"{out}: {message}"):
+        main([*args, "--out", str(tmp_path / out)])
+
+
 @pytest.mark.slow
 def test_one_line_and_exit_code_2(tmp_path):
     rgb = write_pngs(tmp_path / "rgb", random_pictures(4, 8))

@@ -290,6 +290,12 @@ def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
         (("--reference", "nowhere.npz", "--extractor", "pixels"), r"reference: nowhere\.npz"),
         (("--reference", "digits", "--extractor", "pixels"), "reference: digits"),
         (("--inception_weights", "nowhere.pth", "--reference", "digits"), r"inception_weights: nowhere\.pth"),
+        (("--inception_weights", "nowhere.pth", "--reference", "nowhere.npz"), r"reference: nowhere\.npz"),
+        (("--inception_weights", "nowhere.pth", "--reference", __file__), r"reference: .*: neither an \.npz"),
+        (("--seed", "-1"), "seed: -1 is not in"),
+        (("--seed", str(2**63)), "seed: 9223372036854775808 is not in"),
+        (("--cfg_scale", "1e300"), r"cfg_scale: 1e\+300"),
+        (("--cfg_scale=-1e300",), r"cfg_scale: -1e\+300"),
         (("--checkpoint", "x.pt"), "run: give one of"),
         (("--guided_channels", "0", "--cfg_scale", "2"), "guided_channels: 0"),
         (("--guided_channels", "9", "--cfg_scale", "2"), "guided_channels: 9; the latents have 3"),
@@ -299,6 +305,14 @@ def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, monkeypatch):
+    run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
+    monkeypatch.setattr("vcagen.metrics.features.load_extractor", lambda *_, **__: pytest.fail("work has begun"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/.*cannot be written \(Not a directory\)"):
+        sample("--run", run, "--out", tmp_path / "file", *SETTINGS, *reference)
 
 
 def test_a_file_is_no_run(tmp_path):

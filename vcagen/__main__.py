@@ -32,11 +32,13 @@ def encode(args: list[str]) -> None:
 def stats(args: list[str]) -> None:
     """Reference statistics of real images."""
     from vcagen import cli
+    from vcagen.files import check_writable
     from vcagen.job_configs import StatsConfig
     from vcagen.metrics.features import load_extractor
     from vcagen.metrics.statistics import open_reference, save_statistics
 
     config = cli.parse(StatsConfig, args, prog="python -m vcagen stats", positional="images")
+    check_writable(config.out)
     extractor = load_extractor(config.extractor, weights=config.inception_weights)
     reference = open_reference(
         config.images,
@@ -52,18 +54,20 @@ def stats(args: list[str]) -> None:
 def evaluate(args: list[str]) -> None:
     """FID, sFID, IS, precision and recall of a folder or .npz of samples."""
     from vcagen import cli
-    from vcagen.files import write_json
+    from vcagen.files import check_writable, write_json
     from vcagen.job_configs import EvaluateConfig
     from vcagen.metrics.evaluate import evaluate_images
     from vcagen.metrics.features import load_extractor
     from vcagen.metrics.sources import open_samples, result_path, sample_facts, sample_manifest
-    from vcagen.metrics.statistics import open_reference
+    from vcagen.metrics.statistics import check_reference_path, open_reference
 
     config = cli.parse(EvaluateConfig, args, prog="python -m vcagen evaluate", positional="samples")
+    check_reference_path(config.reference)
     manifest, facts = sample_manifest(config.samples), sample_facts(config.samples)
     out = config.out or result_path(config.samples, config.extractor)
     expected = manifest.get("num_images") if config.num_images is None else config.num_images
     samples = open_samples(config.samples, num_workers=config.num_workers, expected=expected)
+    check_writable(out)
     extractor = load_extractor(config.extractor, weights=config.inception_weights)
     extractor.check_shape(samples.shape, samples.path)
     reference = open_reference(

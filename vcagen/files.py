@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,21 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         _fsync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_writable(path: str | Path) -> None:
+    """Try whether a file can be written at `path`, before the work that it is to hold; nothing is left behind.
+
+    Raises:
+        ValueError: a folder is there, or its folder cannot be written to or made.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"{path}: is a folder; name a file")
+    nearest = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -101,8 +101,8 @@ def with_cfg(
     Raises:
         ValueError: guidance without a null label; a scale that is not finite; no channels; an empty interval.
     """
-    if not math.isfinite(cfg_scale):
-        raise ValueError(f"cfg_scale: {cfg_scale}; needs a finite number")
+    if not abs(cfg_scale) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"cfg_scale: {cfg_scale}; needs a finite number of float32's range")
     if cfg_scale != 1.0 and null_label is None:
         raise ValueError(f"cfg_scale: {cfg_scale}; this network has no null label, so only 1.0 is possible")
     if guided_channels is not None and guided_channels < 1:

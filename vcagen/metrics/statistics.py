@@ -165,6 +165,14 @@ class Reference:
         }
 
 
+def check_reference_path(path: str) -> None:
+    """Raise ValueError where `path` cannot be a reference, before anything else takes time."""
+    if path != "digits" and not Path(path).exists():
+        raise ValueError(f"reference: {path}: no such file or folder (or the word digits)")
+    if path != "digits" and not (Path(path).suffix == ".npz" or Path(path).is_dir()):
+        raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
+
+
 def open_reference(
     path: str,
     extractor: Extractor,
@@ -187,14 +195,11 @@ def open_reference(
         ValueError: nothing there, pickled or damaged arrays, missing, non-finite or wrongly sized statistics, or
             statistics made by another extractor or of images of another shape.
     """
-    if path != "digits" and not Path(path).exists():
-        raise ValueError(f"reference: {path}: no such file or folder (or the word digits)")
+    check_reference_path(path)
     if Path(path).suffix == ".npz":
         arrays = _load_statistics(path)
         if arrays:
             return _stored(path, arrays, extractor, batch, rows, shape, progress)
-    elif path != "digits" and not Path(path).is_dir():
-        raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
     source = open_images(path, image_size=image_size, num_workers=num_workers)
     if source.count < 2:
         raise ValueError(f"reference: {path}: {source.count} image; statistics need at least 2")
