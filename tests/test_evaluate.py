@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import damaged_npz, frechet_of_few, python, random_pictures, torchrun, user_error
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from vcagen.__main__ import main
 from vcagen.images import load_digits, to_uint8
@@ -219,6 +220,25 @@ def test_a_cut_feature_file_is_made_again(digits, tmp_path):
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-9])
     assert not evaluator.has(range(8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pool": None}, {"digests": None}, {"index": None}, {"index": torch.zeros(())}, {"pool": torch.zeros(3, 64)},
+     {"digests": torch.zeros(3, 32, dtype=torch.uint8)}],
+)  # fmt: skip
+def test_damaged_features_are_named_and_made_again(digits, tmp_path, change):
+    evaluator = Evaluator(PixelFeatures(), digits, 8, folder=tmp_path)
+    evaluator.update(noisy_digits(8), range(8))
+    (file,) = tmp_path.iterdir()
+    tensors = {name: tensor for name, tensor in {**load_file(file), **change}.items() if tensor is not None}
+    save_file(tensors, file, {"identity": evaluator.extractor.identity})
+    assert not evaluator.has(range(8))
+    with pytest.raises(ValueError, match=r"features_000000000\.safetensors: damaged features"):
+        evaluator.finalize()
+    evaluator.update(noisy_digits(8), range(8))
+    (tmp_path / "features_x.safetensors").write_bytes(b"not ours")
+    assert evaluator.finalize()["n_samples"] == 8
 
 
 PROCESSES = """

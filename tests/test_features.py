@@ -110,6 +110,10 @@ def test_bad_weights(tmp_path):
     torch.save({"weight": torch.zeros(3)}, other)
     with pytest.raises(ValueError, match=r"other\.pth: not the Inception weights"):
         load_extractor("inception", weights=str(other))
+    for content in (b"", b"root:x:0:0:root:/root:/bin/sh\n", b"PK\x03\x04", bytes(range(256))):
+        text.write_bytes(content)
+        with pytest.raises(ValueError, match=r"text\.pth: not the Inception weights"):
+            load_extractor("inception", weights=str(text))
 
 
 class Bomb:

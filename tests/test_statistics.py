@@ -132,6 +132,13 @@ def test_npz_that_holds_no_images(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"x\.npz: .*{found}"):
             open_npz(bad_npz(path, **arrays))
+    for shape in ((10**12, 8, 8, 3), (3, 8, 8, 3), (-4, -8, 8, 3)):
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        with zipfile.ZipFile(path, "w") as archive, archive.open("arr_0.npy", "w") as member:
+            np.lib.format.write_array_header_1_0(member, header)
+            member.write(images)
+        with pytest.raises(ValueError, match=r"x\.npz: (arr_0 holds 768 bytes, its header says|arr_0 has no images)"):
+            open_npz(str(path))
     path.write_bytes(b"PK nothing")
     with pytest.raises(ValueError, match=r"x\.npz: no readable \.npz file"):
         open_npz(str(path))
@@ -320,6 +327,7 @@ def test_bad_stored_statistics(tmp_path):
         ({"sigma": None}, "sigma is missing, found mu"),
         ({"mu": None}, "mu is missing, found sigma"),
         ({"mu": np.zeros(63)}, r"mu and sigma have shapes \(63,\) and \(64, 64\)"),
+        ({"mu": np.zeros(0), "sigma": np.zeros((0, 0))}, r"mu and sigma have shapes \(0,\) and \(0, 0\)"),
         ({"mu": nan}, "mu and sigma hold NaN or infinity"),
         ({"mu": np.zeros(64, np.int64)}, "mu and sigma hold int64"),
         ({"mu": np.array([{}] * 64, dtype=object)}, "Object arrays cannot be loaded"),
@@ -329,6 +337,30 @@ def test_bad_stored_statistics(tmp_path):
     ):
         with pytest.raises(ValueError, match=rf"reference: .*adm\.npz: {found}"):
             open_reference(adm_statistics(path, **changes), PixelFeatures())
+
+
+@pytest.mark.parametrize("array", ["arr_0", "mu"])
+@pytest.mark.parametrize(("field", "value"), [("flag_bits", 1), ("compress_type", 97)])
+def test_encrypted_and_unknown_zip_members(tmp_path, array, field, value):
+    path = tmp_path / "x.npz"
+    np.savez(path, **{array: np.zeros((2, 8, 8, 3), np.uint8)})
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+    data = bytearray(path.read_bytes())
+    offsets = {"flag_bits": (6, directory + 8), "compress_type": (8, directory + 10)}[field]
+    for offset in offsets:
+        data[offset] = value
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.npz: "):
+        open_reference(str(path), PixelFeatures())
+
+
+def test_an_entry_that_is_no_array(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("mu.npy", "text")
+        archive.writestr("sigma.npy", "text")
+    with pytest.raises(ValueError, match=r"x\.npz: (mu, sigma|sigma, mu) is no array"):
+        open_reference(str(tmp_path / "x.npz"), PixelFeatures())
 
 
 def test_statistics_of_another_size_are_not_inceptions(tmp_path, inception_weights):

@@ -120,8 +120,9 @@ class Evaluator:
         try:
             with safe_open(self._file(wanted[0]), "pt") as file:
                 same = (file.metadata() or {}).get("identity") == self.extractor.identity
-                return same and set(wanted) <= set(file.get_tensor("index").tolist())
-        except (OSError, IndexError, SafetensorError):
+                whole = len({file.get_slice(name).get_shape()[0] for name in ("index", "pool", "digests")}) == 1
+                return same and whole and set(wanted) <= set(file.get_tensor("index").tolist())
+        except (OSError, IndexError, TypeError, SafetensorError):
             return not wanted
 
     def _file(self, first: int) -> Path:
@@ -150,17 +151,22 @@ class Evaluator:
         assert self.folder is not None
         self._reset()
         device = self.extractor.device
-        files = sorted(self.folder.glob("features_*.safetensors"))
+        files = sorted(self.folder.glob(f"features_{'[0-9]' * 9}.safetensors"))
         for path in tqdm(files, desc="statistics", unit="file", disable=not sys.stderr.isatty()):
-            with safe_open(path, "pt") as file:
-                index = file.get_tensor("index")
-                if index[-1] < self._statistics.taken or index[0] >= self.count:
-                    continue
-                if (file.metadata() or {}).get("identity") != self.extractor.identity:
-                    raise ValueError(f"{path}: features of another extractor or other weights; delete {self.folder}")
-                spatial = file.get_tensor("spatial").to(device) if "spatial" in file.keys() else None  # noqa: SIM118
-                features = Features(file.get_tensor("pool").to(device), spatial)
-                self._take(features, index, file.get_tensor("digests"))
+            try:
+                with safe_open(path, "pt") as file:
+                    index = file.get_tensor("index")
+                    if index[-1] < self._statistics.taken or index[0] >= self.count:
+                        continue
+                    if (file.metadata() or {}).get("identity") != self.extractor.identity:
+                        raise ValueError(
+                            f"{path}: features of another extractor or other weights; delete {self.folder}"
+                        )
+                    spatial = file.get_tensor("spatial").to(device) if "spatial" in file.keys() else None  # noqa: SIM118
+                    features = Features(file.get_tensor("pool").to(device), spatial)
+                    self._take(features, index, file.get_tensor("digests"))
+            except (SafetensorError, IndexError, TypeError) as error:
+                raise ValueError(f"{path}: damaged features ({error}); delete it and repeat the command") from error
 
     def finalize(self, **facts: Any) -> dict[str, Any]:
         """The result (PROTOCOL: metrics, everything they depend on, warnings), in one process, after all are done.

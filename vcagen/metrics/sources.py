@@ -5,6 +5,8 @@ No source holds more than a few batches; an .npz is read through its zip member,
 
 from __future__ import annotations
 
+import lzma
+import math
 import zipfile
 import zlib
 from collections import deque
@@ -22,7 +24,7 @@ from torch import Tensor
 from vcagen.files import read_manifest, read_record
 from vcagen.images import center_crop, load_digits, read_image, scan_images
 
-DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, ValueError)
+DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, ValueError, RuntimeError, MemoryError)
 """What zipfile and numpy raise at an .npz that is none or is damaged."""
 BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 """What Pillow raises at a broken or absurdly large image."""
@@ -231,6 +233,7 @@ def open_npz(path: str) -> ImageSource:
                 raise ValueError(f"{path}: holds {', '.join(names) or 'nothing'}; images must be in arr_0")
             with archive.open("arr_0.npy") as member:
                 shape, fortran, dtype = _npy_header(member)
+                size = archive.getinfo("arr_0.npy").file_size - member.tell()
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: no readable .npz file ({error})") from error
     except DAMAGED as error:
@@ -238,8 +241,10 @@ def open_npz(path: str) -> ImageSource:
     if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or fortran:
         order = ", Fortran order" if fortran else ""
         raise ValueError(f"{path}: arr_0 is {dtype} {shape}{order}; it must be uint8 (N, H, W, 3) or (N, H, W, 1)")
-    if shape[0] == 0:
+    if min(shape) < 1:
         raise ValueError(f"{path}: arr_0 has no images")
+    if size != math.prod(shape):
+        raise ValueError(f"{path}: arr_0 holds {size} bytes, its header says {shape}")
     count, height, width, channels = shape
     warnings = []
     if "mu.npy" in names:

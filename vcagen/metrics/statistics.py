@@ -253,8 +253,10 @@ def _load_statistics(path: str) -> dict[str, Any]:
                 raise ValueError(f"{missing.pop()} is missing, found {', '.join(sorted(names))}")
             if len(names & {"mu_s", "sigma_s"}) == 1:
                 raise ValueError(f"one of mu_s and sigma_s is missing, found {', '.join(sorted(names))}")
-            wanted = names & {"mu", "sigma", "mu_s", "sigma_s", "rows", "meta"}
-            return {"images": "arr_0" in names, **{name: file[name] for name in wanted}}
+            arrays = {name: file[name] for name in names & {"mu", "sigma", "mu_s", "sigma_s", "rows", "meta"}}
+            if wrong := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+                raise ValueError(f"{', '.join(wrong)} is no array")
+            return {"images": "arr_0" in names, **arrays}
     except DAMAGED as error:
         raise ValueError(f"reference: {path}: {error}") from error
 
@@ -265,7 +267,7 @@ def _gaussian(path: str, mu: Any, sigma: Any, names: str) -> Gaussian:
             raise ValueError(f"reference: {path}: {names} hold {array.dtype}; float32 or float64 are read")
         if not np.isfinite(array).all():
             raise ValueError(f"reference: {path}: {names} hold NaN or infinity")
-    if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+    if mu.ndim != 1 or not len(mu) or sigma.shape != (len(mu), len(mu)):
         raise ValueError(f"reference: {path}: {names} have shapes {mu.shape} and {sigma.shape}; (D,) and (D, D) fit")
     mean, cov = torch.from_numpy(mu.astype(np.float64)), torch.from_numpy(sigma.astype(np.float64))
     symmetric = (cov + cov.T) / 2
