@@ -5,18 +5,21 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 from helpers import image_folder
+from safetensors.torch import load_file
 
 from vcagen import build_training
-from vcagen.checkpoints import list_checkpoints, read_metadata
+from vcagen.checkpoints import list_checkpoints, read_metadata, save_weights
 from vcagen.ema import EMA
 from vcagen.latents import ImageDataset
-from vcagen.meter import truncate
 from vcagen.trainer import local_part
 from vcagen.training_state import prune_checkpoints, remove_leftovers
 
@@ -223,9 +226,10 @@ def test_a_refused_command_does_not_block_its_correction(tmp_path):
         tiny.train(tmp_path / "run", train__ema_decays=[1.5])
     assert not (tmp_path / "run").exists()
     tiny.train(tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"config\.yaml: damaged"):
-        tiny.train(tmp_path / "run")
+    for content in (b"a: [", b"\xff", b"[]"):
+        (tmp_path / "run" / "config.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.yaml: damaged"):
+            tiny.train(tmp_path / "run")
 
 
 def test_a_half_written_checkpoint_is_passed_over(tmp_path, capsys):
@@ -264,7 +268,11 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
     left = tmp_path / "checkpoints" / ".step_0000007.123.tmp"
     left.mkdir()
     (tmp_path / ".config.yaml.5.tmp").write_text("half")
+    others = [tmp_path / ".mine.tmp", tmp_path / ".config.yaml.mine.tmp", tmp_path / "checkpoints" / ".mine.tmp"]
+    for path in others:
+        path.write_text("of the user")
     remove_leftovers(tmp_path)
+    assert all(path.exists() for path in others)
     assert not left.exists()
     assert not (tmp_path / ".config.yaml.5.tmp").exists()
     prune_checkpoints(tmp_path, keep_last=1, keep_every=0)
@@ -272,10 +280,79 @@ def test_old_checkpoints_go_and_leftovers_too(tmp_path):
 
 
 def test_metrics_after_the_checkpoint_are_written_again(tmp_path):
+    tiny.train(tmp_path, train__steps=2)
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
-    truncate(path, 2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    before = path.read_text()
+    path.write_text(before + '{"step": 3}\n{"ste')
+    tiny.train(tmp_path, train__steps=4)
+    assert path.read_text().startswith(before)
+    assert [line["step"] for line in tiny.metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"step": "1"}', "", "{", '{"step": 1, "loss": "x"}', "\xff"])
+def test_a_damaged_log_is_named(tmp_path, line):
+    tiny.train(tmp_path, train__steps=1)
+    (tmp_path / "metrics.jsonl").write_bytes(line.encode("latin-1") + b"\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: damaged"):
+        tiny.train(tmp_path, train__steps=2)
+
+
+DAMAGED_STATES = ["{}", "[]", '{"st', '{"step": 1, "num_items": 1797, "num_processes": 1, "scaler": null}',
+                  '{"step": 1, "num_items": 1797, "num_processes": 1, "scaler": null, '
+                  '"meter": {"sums": {"loss": null}, "images": 0}}']  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("state.json", text) for text in DAMAGED_STATES),
+        *((f"{name}.safetensors", kind) for name in ("model", "ema_0.9", "optimizer") for kind in ("cut", "other")),
+        ("optimizer.safetensors", "empty"),
+        ("optimizer.safetensors", "shape"),
+        ("ema_0.9.safetensors", "shape"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path, name, content):
+    tiny.train(tmp_path, train__steps=1)
+    file = tmp_path / "checkpoints" / "step_0000001" / name
+    if content == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif name == "state.json":
+        file.write_text(content)
+    else:
+        tensors, metadata = load_file(file), read_metadata(tmp_path / "weights.safetensors")
+        tensors = {
+            "other": {f"x.{key}": value for key, value in tensors.items()},
+            "shape": {key: value.reshape(1, *value.shape) for key, value in tensors.items()},
+        }.get(content, {})
+        save_weights(file, tensors, metadata)
+    with pytest.raises(ValueError, match=rf"step_0000001/{re.escape(name)}: (damaged|not a complete)"):
+        tiny.train(tmp_path, train__steps=2)
+
+
+def test_a_run_folder_is_for_one_training(tmp_path):
+    lock = FileLock(tmp_path / ".lock")
+    half = tmp_path / "checkpoints" / ".step_0000001.99.tmp"
+    half.mkdir(parents=True)
+    with lock, pytest.raises(ValueError, match=rf"^run: {tmp_path} is in use by another training$"):
+        tiny.train(tmp_path)
+    assert half.exists()
+    assert not (tmp_path / "config.yaml").exists()
+    first = build_training.build_trainer(tiny.config(tmp_path))
+    with pytest.raises(ValueError, match="in use"):
+        tiny.train(tmp_path)
+    first.fit()
+    tiny.train(tmp_path, train__steps=7)
+    trainer = build_training.build_trainer(tiny.config(tmp_path, train__steps=8))
+    del trainer  # without a fit
+    tiny.train(tmp_path, train__steps=8)
+
+
+def test_a_killed_training_leaves_no_obstacle(tmp_path):
+    code = "import os, sys, filelock; filelock.FileLock(sys.argv[1]).acquire(); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")]).returncode == -9
+    assert (tmp_path / ".lock").exists()
+    tiny.train(tmp_path, train__steps=1)
 
 
 @pytest.fixture
@@ -375,12 +452,27 @@ def test_batches_are_shared_equally():
         ("data__path", "nowhere", "nowhere: not a folder of latents"),
         ("init", "nowhere.pt", "nowhere.pt"),
         ("log__preview_images", 0, "log.preview_images: 0"),
+        ("sampling__num_steps", 0, "sampling.num_steps: 0"),
+        ("sampling__cfg_scale", float("nan"), "sampling.cfg_scale: nan"),
+        ("model__mlp_ratio", float("inf"), "model.mlp_ratio: inf"),
+        ("model__mlp_ratio", 1e300, "model.mlp_ratio: 1e+300"),
+        ("model__mlp_ratio", float("nan"), "model.mlp_ratio: nan"),
+        ("model__mlp_ratio", 1e-9, "model.mlp_ratio: 1e-09"),
+        ("model__attention_options", {1: 2}, "model.attention_options: 1"),
     ],
 )
 def test_bad_values_are_named(tmp_path, option, value, message):
     with pytest.raises((ValueError, OSError), match=re.escape(message)):
         tiny.train(tmp_path / "run", **{option: value})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("run", ["", " "])
+def test_a_run_needs_a_folder(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^run: '"):
+        tiny.train(run)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_state_json_is_complete(tmp_path):

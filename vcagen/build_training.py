@@ -34,7 +34,8 @@ def build_trainer(config: Config) -> Trainer:
     """All that a training needs, with the run folder claimed; `fit` starts or goes on.
 
     Raises:
-        ValueError: anything that does not fit: data, sizes, options, an existing run of another configuration.
+        ValueError: anything that does not fit: data, sizes, options, an existing run of another configuration; or
+            another training in the run folder.
     """
     apply_backend_flags(config.train)
     accelerator = build_accelerator(
@@ -50,18 +51,17 @@ def build_trainer(config: Config) -> Trainer:
     check_same_data(run, dataset.spec)
     network = initial_network(config, dataset.spec)
     objective = build_objective(config.objective)
-    preview = None
+    # Also where no previews are made: it refuses a bad `sampling` section.
+    preview = build_preview(config, network, objective, codec, dataset.spec, accelerator.device)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("fsdp_version: 1 is not supported; configs/accelerate/fsdp.yaml has version 2")
     if config.log.preview_every and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
-    if config.log.preview_every:
-        preview = build_preview(config, network, objective, codec, dataset.spec, accelerator.device)
-        if accelerator.is_main_process:
-            try:
-                codec.verify()  # a VAE that cannot be had is told now, not at the first preview
-            except ValueError as error:
-                raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
+    if config.log.preview_every and accelerator.is_main_process:
+        try:
+            codec.verify()  # a VAE that cannot be had is told now, not at the first preview
+        except ValueError as error:
+            raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
     trainer = Trainer(
         run=run,
         accelerator=accelerator,
@@ -76,8 +76,9 @@ def build_trainer(config: Config) -> Trainer:
         metadata={"format": 1, "config": asdict(config), "data": dataset.spec.to_dict()},
         horizontal_flip=config.data.horizontal_flip,
         num_workers=config.data.num_workers,
-        preview=preview,
+        preview=preview if config.log.preview_every else None,
     )
+    trainer.claim()
     if accelerator.is_main_process:
         write_config(run, config)
     accelerator.wait_for_everyone()
@@ -100,6 +101,8 @@ def apply_backend_flags(train: TrainConfig) -> None:
 def check_values(config: Config) -> None:
     """Raise ValueError, by name, for values that no training can have."""
     train, log, checkpoint = config.train, config.log, config.checkpoint
+    if not config.run.strip():
+        raise ValueError(f"run: {config.run!r}; needs a folder")
     at_least = {
         "train.steps": (train.steps, 1),
         "train.batch_size": (train.batch_size, 1),
@@ -177,11 +180,18 @@ def build_preview(
     data: DataSpec,
     device: torch.device,
 ) -> Callable[[Callable[[Tensor, Tensor, Tensor], Tensor], int], None]:
-    """What writes previews/step_0000000.png of the same seeds and balanced labels each time."""
+    """What writes previews/step_0000000.png of the same seeds and balanced labels each time.
+
+    Raises:
+        ValueError: sampling options that are not possible.
+    """
     settings = resolve_sampling(SamplingConfig(), config.sampling, config.objective.name)
     indices = range(config.log.preview_images)
     labels = LabelRule("balanced", data.num_classes, data.class_names)
-    build_sampler(network, objective, settings, null_label=network.null_label)  # refuses bad settings now
+    try:
+        build_sampler(network, objective, settings, null_label=network.null_label)
+    except ValueError as error:
+        raise ValueError(f"sampling.{error}") from error
 
     def preview(averaged: Callable[[Tensor, Tensor, Tensor], Tensor], step: int) -> None:
         noise = SeededNoise(config.seed)
@@ -199,9 +209,10 @@ def describe_training(config: Config) -> str:
     part = local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
     check_values(config)
     check_same_run(Path(config.run), config)
-    dataset, _ = open_dataset(config.data, config.codec, device=accelerator.device)
+    dataset, codec = open_dataset(config.data, config.codec, device=accelerator.device)
     check_same_data(Path(config.run), dataset.spec)
     network = initial_network(config, dataset.spec)
+    build_preview(config, network, build_objective(config.objective), codec, dataset.spec, accelerator.device)
     cost = build_cost(config.model, config.objective, dataset.spec)
     local = part.stop - part.start
     micro = min(config.train.micro_batch_size or local, local)

@@ -139,12 +139,16 @@ class DiT(nn.Module):
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(f"{name}: {value} is not positive")
+        if not 1 <= hidden_size * mlp_ratio < 2**24:
+            raise ValueError(f"mlp_ratio: {mlp_ratio} times the width {hidden_size} is not between 1 and 2^24")
         if height % patch_size or width % patch_size:
             raise ValueError(f"patch_size: {height} x {width} is not divisible by {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"hidden_size: {hidden_size} is not divisible by 4, as the position table needs")
         if not 0 <= class_dropout_prob <= 1:
             raise ValueError(f"class_dropout_prob: {class_dropout_prob} is not between 0 and 1")
+        if wrong := [key for key in attention_options or {} if not isinstance(key, str)]:
+            raise ValueError(f"attention_options: {wrong[0]!r} is not the name of an option")
         if own := {"dim", "num_heads", "grid_size", "block_index", "num_prefix_tokens"} & set(attention_options or {}):
             raise ValueError(f"attention_options: {', '.join(sorted(own))}: set by the network itself")
         self.input_size = (height, width)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tqdm import tqdm
 
 from vcagen.checkpoints import latest_checkpoint
 from vcagen.files import read_record
 from vcagen.report import differing_options
-from vcagen.runs import read_log
+from vcagen.runs import read_config, read_log
 from vcagen.tables import Row, Table
 
 SCRIPTS = Path(__file__).parent.parent
@@ -85,7 +84,7 @@ def _is_trained(row: Row, folder: Path, steps: int) -> bool:
     newest, path = latest_checkpoint(folder), folder / "config.yaml"
     if newest is None or int(newest.name.rsplit("_", 1)[1]) != steps or not path.exists():
         return False
-    return not differing_options(row, yaml.safe_load(path.read_text()))
+    return not differing_options(row, read_config(path))
 
 
 def _is_sampled(out: Path, sampling: dict[str, Any]) -> bool:
@@ -93,7 +92,10 @@ def _is_sampled(out: Path, sampling: dict[str, Any]) -> bool:
     if not (out / "results.json").exists():
         return False
     result = read_record(out / "results.json")
-    scored = {key: result.get(part, {}).get(name) for key, part, name in SCORED}
+    for _, part, _ in SCORED:
+        if not isinstance(result.get(part), dict | None):
+            raise ValueError(f"{out / 'results.json'}: damaged: {part}: {result[part]!r}")
+    scored = {key: (result.get(part) or {}).get(name) for key, part, name in SCORED}
     made = {**read_record(out / "manifest.json"), **scored, "num_images": result.get("n_samples")}
     return all(made[key] == value for key, value in sampling.items() if key in made)
 

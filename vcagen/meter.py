@@ -64,15 +64,16 @@ class Meter:
         totals = self.accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum").tolist()
         return {"sums": dict(zip(names, totals, strict=True)), "images": self.images}
 
-    def resume(self, state: dict[str, Any], step: int) -> None:
-        """Go on from a checkpoint: its sums, and the lines up to its step."""
+    def resume(self, state: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+        """Go on from a checkpoint: its sums, and the lines up to its step; later ones will be written again."""
         share = 1.0 if self.accelerator.is_main_process else 0.0
         device = self.accelerator.device
         self.sums = {name: torch.tensor(share * total, device=device) for name, total in state["sums"].items()}
         self.images = state["images"]
         self.restart()
-        if self.accelerator.is_main_process:
-            truncate(self.path, step)
+        if self.accelerator.is_main_process and self.path.exists():
+            with atomic_file(self.path) as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def _memory(self) -> int:
         """Peak bytes on the GPU, or of the process."""
@@ -80,17 +81,3 @@ class Meter:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def truncate(path: Path, step: int) -> None:
-    """Drop the lines after a step, which will be written again, and a last line that was cut short."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        if json.loads(line)["step"] <= step:
-            kept.append(line)
-    with atomic_file(path) as temporary:
-        temporary.write_text("".join(kept))

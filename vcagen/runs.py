@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vcagen.config import SAMPLER_OPTIONS
+from vcagen.tables import read_yaml
 
 DIGITS_ACCURACY = "digits_accuracy"
 """Metric: share of generated digits that a classifier trained on the real ones takes for their label."""
@@ -71,12 +70,7 @@ def read_run(
         ValueError: a damaged file, or the configuration of something else.
     """
     path = folder / "config.yaml"
-    try:
-        config = yaml.safe_load(path.read_text()) if path.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
-    if path.exists():
-        _check_config(path, config)
+    config = read_config(path) if path.exists() else {}
     log = read_log(folder)
     scores = []
     for file in sorted(folder.glob("samples/*/results*.json")):
@@ -86,9 +80,14 @@ def read_run(
             metrics = {**result["metrics"], **(measure(file.parent, result) if measure else {})}
             value = result["metrics"][names[0]]
             manifest = _manifest(names[0], result, config)
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            warnings = result.get("warnings") or []
+            wrong = [name for name, found in metrics.items() if not isinstance(found, int | float)]
+            wrong += [] if isinstance(warnings, list) else ["warnings"]
+            if wrong or not isinstance(manifest["images"], int | None):
+                raise TypeError(", ".join(wrong or ["n_samples"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: not a result of an evaluation ({type(error).__name__}: {error})") from error
-        scores.append(Score(file.parent, names[0], value, metrics, manifest, result.get("warnings", [])))
+        scores.append(Score(file.parent, names[0], value, metrics, manifest, warnings))
     return Run(folder, seed, config, log, scores)
 
 
@@ -96,35 +95,44 @@ def read_log(run: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl; a last line that was cut short is left out.
 
     Raises:
-        ValueError: a line that is no JSON object with a step.
+        ValueError: a line that is no JSON object of numbers with a step.
     """
     path = run / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
     try:
+        text = path.read_text() if path.exists() else ""
         log = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     for number, line in enumerate(log, start=1):
-        if not isinstance(line, dict) or "step" not in line:
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             raise ValueError(f"{path}: damaged: line {number} is not an object with a step")
+        if wrong := [name for name, value in line.items() if not isinstance(value, int | float | None)]:
+            raise ValueError(f"{path}: damaged: line {number}: {wrong[0]}: {line[wrong[0]]!r} is no number")
     return log
 
 
-NEEDED = {
-    "model": ("size", "attention"),
-    "objective": ("name",),
-    "data": ("horizontal_flip",),
-    "train": ("batch_size", "learning_rate", "precision"),
+NEEDED: dict[str, dict[str, Any]] = {
+    "model": {"size": str, "attention": str},
+    "objective": {"name": str},
+    "data": {"horizontal_flip": bool},
+    "train": {"batch_size": int, "learning_rate": int | float, "precision": str},
 }
 """What a report reads of config.yaml."""
 
 
-def _check_config(path: Path, config: Any) -> None:
-    for part, keys in NEEDED.items():
+def read_config(path: Path) -> dict[str, Any]:
+    """config.yaml of a run.
+
+    Raises:
+        ValueError: a damaged file, or the configuration of something else.
+    """
+    config = read_yaml(path)
+    for part, kinds in NEEDED.items():
         section = config.get(part) if isinstance(config, dict) else None
-        missing = [f"{part}.{key}" for key in keys if not isinstance(section, dict) or key not in section]
-        if missing:
-            raise ValueError(f"{path}: not the configuration of a run: {', '.join(missing)} missing")
+        section = section if isinstance(section, dict) else {}
+        if wrong := [f"{part}.{key}" for key, kind in kinds.items() if not isinstance(section.get(key), kind)]:
+            raise ValueError(f"{path}: not the configuration of a run: {', '.join(wrong)} missing or of another kind")
+    return dict(config)
 
 
 def _manifest(name: str, result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

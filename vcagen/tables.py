@@ -59,6 +59,18 @@ class Table:
         return {seed: folder / f"seed_{seed}" for seed in self.seeds} if self.seeds else {None: folder}
 
 
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: damaged: not YAML: {error}") from error
+
+
 def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[str, Any] | None = None) -> Table:
     """Read a table file: title, rows, and where wanted `set` (options of all rows), `seeds` and `latents`.
 
@@ -69,10 +81,7 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
     Raises:
         ValueError: not such a file, by the row and the key that is wrong.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or not content["rows"]:
         raise ValueError(f"{path}: not a table; it needs title and rows")
     common = _dotted(content.get("set"), f"{path}: set")
@@ -87,8 +96,10 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         rows.append(row)
-    names = [row.name for row in rows]
+    names, folders = [row.name for row in rows], [Path(row.run) for row in rows]
     for row in rows:
+        if folders.count(Path(row.run)) > 1:
+            raise ValueError(f"{path}: run: {row.run} is that of several rows; each needs its own")
         if row.baseline is not None and row.baseline not in names:
             raise ValueError(f"{path}: baseline: {row.baseline} is no row")
     listed = content.get("seeds") or []

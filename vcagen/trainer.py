@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from vcagen.ema import EMA
 from vcagen.flow import LinearInterpolant
 from vcagen.latents import LatentCodec, MomentsDataset, keep
 from vcagen.meter import Meter
+from vcagen.runs import read_log
 from vcagen.steps import Draws, StepSampler, draw
 from vcagen.stop import GracefulStop
 from vcagen.training_state import load_checkpoint, prune_checkpoints, read_state, remove_leftovers, save_checkpoint
@@ -86,6 +88,8 @@ class Trainer:
         preview: Callable[[Network, int], None] | None = None,
     ) -> None:
         self.run = run
+        self.lock = FileLock(run / ".lock")
+        """Of the system, so that a process that is killed leaves no obstacle. The main process holds it."""
         self.accelerator = accelerator
         self.objective = objective
         self.codec = codec
@@ -141,8 +145,32 @@ class Trainer:
         Returns early, after a checkpoint, when asked to stop by SIGTERM or Ctrl-C.
 
         Raises:
-            ValueError: a loss that is not finite; nothing is saved then.
+            ValueError: another training in the run folder, a checkpoint that cannot be gone on with, or a loss that is
+                not finite; nothing is saved then.
         """
+        self.claim()
+        try:
+            self._fit()
+        finally:
+            self.lock.release(force=True)
+
+    def claim(self) -> None:
+        """Keep other trainings out of the run folder, until the end of `fit` or of the process.
+
+        Raises:
+            ValueError: another one is there; in all processes.
+        """
+        taken = False
+        if self.accelerator.is_main_process and not self.lock.is_locked:
+            self.run.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock.acquire(blocking=False)
+            except Timeout:
+                taken = True
+        if float(self.accelerator.gather(torch.tensor([float(taken)], device=self.device)).max()):
+            raise ValueError(f"run: {self.run} is in use by another training")
+
+    def _fit(self) -> None:
         self.resume()
         if self.step >= self.settings.steps:
             self._say(f"{self.run}: has all its {self.settings.steps} steps; more by --train.steps")
@@ -316,7 +344,7 @@ class Trainer:
         """Go on from the newest checkpoint, or start.
 
         Raises:
-            ValueError: the data is not that of the checkpoint.
+            ValueError: the data is not that of the checkpoint, or a damaged checkpoint or log.
         """
         if self.accelerator.is_main_process:
             remove_leftovers(self.run)
@@ -324,6 +352,7 @@ class Trainer:
         state: dict[str, Any] = (
             {"step": 0, "meter": {"sums": {}, "images": 0}} if folder is None else read_state(folder)
         )
+        log = read_log(self.run)  # by all, so that a damaged one ends all
         steps = self.accelerator.gather(torch.tensor([state["step"]], device=self.device)).tolist()
         if len(set(steps)) > 1:
             raise ValueError(f"run: {self.run} is not the same folder for all processes: they find steps {steps}")
@@ -340,7 +369,7 @@ class Trainer:
                     f"{self.accelerator.num_processes} processes now, {state['num_processes']} before; "
                     "batches, noise and times are the same"
                 )
-        self.meter.resume(state["meter"], self.step)
+        self.meter.resume(state["meter"], [line for line in log if line["step"] <= self.step])
         self.accelerator.wait_for_everyone()
 
     # --- preview ---

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vcagen.checkpoints import checkpoint_folder, latest_checkpoint, list_checkpoints, save_weights
 from vcagen.config import Config, flat, plain
 from vcagen.ema import EMA
-from vcagen.files import atomic_file, atomic_folder, write_json
+from vcagen.files import atomic_file, atomic_folder, read_record, write_json
+from vcagen.tables import read_yaml
 
 MUTABLE = (
     "log",
@@ -49,10 +51,7 @@ def check_same_run(run: Path, config: Config) -> None:
     """
     path = run / "config.yaml"
     if latest_checkpoint(run) is not None:
-        try:
-            theirs = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: damaged: {error}") from error
+        theirs = read_yaml(path)
         if not isinstance(theirs, dict):
             raise ValueError(f"{path}: damaged: not a configuration")
         theirs, ours = flat(theirs), flat(plain(config))
@@ -114,16 +113,34 @@ def save_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    """state.json of a checkpoint.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    path = folder / "state.json"
+    state = read_record(path)
+
+    def check(part: dict[str, Any], kinds: dict[str, Any]) -> None:
+        for key, kind in kinds.items():
+            if key not in part or not isinstance(part[key], kind):
+                raise ValueError(f"{path}: damaged: {key}: {part.get(key, 'missing')!r}")
+
+    check(state, {"step": int, "num_items": int, "num_processes": int, "meter": dict, "scaler": dict | None})
+    check(state["meter"], {"sums": dict, "images": int})
+    check(state["meter"]["sums"], dict.fromkeys(state["meter"]["sums"], int | float))
     return state
+
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
 
 
 def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer: torch.optim.Optimizer) -> None:
     """Restore weights, averages and optimizer in place. Files are mapped, so a machine holds them once.
 
     Raises:
-        ValueError: an average that the checkpoint does not have, or tensors that do not fit.
+        ValueError: a damaged file, an average that the checkpoint does not have, or tensors that do not fit.
     """
     names = [name for name, _ in network.named_parameters()]
     _copy(folder / "model.safetensors", names, list(network.parameters()))
@@ -134,11 +151,14 @@ def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer
         _copy(path, names, ema.averages)
     # The groups (learning rate, ...) are those of the configuration, the moments those of the file.
     parameters = dict(network.named_parameters())
-    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
+    with _opened(folder / "optimizer.safetensors") as file:
+        names = file.keys()
+        owners = {name.rpartition(".")[0] for name in names}
+        _check_names(names, [f"{owner}.{key}" for owner in owners & parameters.keys() or parameters for key in MOMENTS])
+        for name in names:
             owner, _, key = name.rpartition(".")
             parameter = parameters[owner]
-            optimizer.state[parameter][key] = _placed(file.get_tensor(name), parameter).clone()
+            optimizer.state[parameter][key] = _read(file, name, parameter, scalar=key == "step").clone()
 
 
 def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
@@ -154,9 +174,19 @@ def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed)
 
 
+LEFTOVERS = (
+    ".config.yaml.[0-9]*.tmp",
+    ".metrics.jsonl.[0-9]*.tmp",
+    ".weights.safetensors.[0-9]*.tmp",
+    "checkpoints/.step_[0-9]*.tmp",
+    "previews/.step_[0-9]*.tmp",
+)
+"""What `atomic_file` and `atomic_folder` call the files of a training while they are written."""
+
+
 def remove_leftovers(run: Path) -> None:
-    """Delete what a killed process left half-written."""
-    for path in [*run.glob(".*.tmp"), *(run / "checkpoints").glob(".*.tmp")]:
+    """Delete what a training that was killed left half-written."""
+    for path in [path for pattern in LEFTOVERS for path in run.glob(pattern)]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -172,11 +202,32 @@ def _full(tensor: Tensor, keep: bool) -> Tensor:
 
 @torch.no_grad()
 def _copy(path: Path, names: list[str], targets: list[Tensor]) -> None:
-    with safe_open(path, framework="pt") as file:
-        if missing := set(names) ^ set(file.keys()):
-            raise ValueError(f"{path}: {', '.join(sorted(missing)[:3])} missing or too many")
+    with _opened(path) as file:
+        _check_names(file.keys(), names)
         for name, target in zip(names, targets, strict=True):
-            target.copy_(_placed(file.get_tensor(name), target))
+            target.copy_(_read(file, name, target))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; what is wrong with it is told with its path."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+
+
+def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
+    if wrong := set(found) ^ set(wanted):
+        raise ValueError(f"{', '.join(sorted(wrong)[:3])} missing or too many")
+
+
+def _read(file: Any, name: str, like: Tensor, *, scalar: bool = False) -> Tensor:
+    value, shape = file.get_tensor(name), () if scalar else tuple(like.shape)
+    if value.shape != shape:
+        raise ValueError(f"{name}: shape {tuple(value.shape)}; needs {shape}")
+    return _placed(value, like)
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:
