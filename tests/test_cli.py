@@ -88,9 +88,9 @@ def test_mistakes_are_one_line_that_names_the_option(args, message):
 def test_yaml_mistakes_are_named_too(tmp_path):
     file = tmp_path / "c.yaml"
     for text, message in (("name: a\ninner: {widht: 5}", "inner.widht: unknown option"), ("nmae: a", "nmae"),
-                          ("a: [", r"c\.yaml: .*line 2"), ("", r"c\.yaml: expected a mapping"),
-                          ("- 1", r"c\.yaml: expected a mapping of options, got - 1"),
-                          ("name: a\ninner: {width: x}", r"c\.yaml: inner\.width: expected int"),
+                          ("a: [", r"c\.yaml: .*line 1"), ("", r"c\.yaml: expected a mapping of options, got None"),
+                          ("- 1", r"c\.yaml: expected a mapping of options, got \[1\]"),
+                          ("name: a\ninner: {width: x}", r"inner\.width: expected int"),
                           ("name: a\nrate: -1", "rate: -1.0 is negative")):  # fmt: skip
         file.write_text(text)
         with pytest.raises(ValueError, match=message) as error:

@@ -259,7 +259,7 @@ def test_image_size_must_fit_the_vae(config):
     with pytest.raises(ValueError, match=r"image_size: 36; the VAE .* takes multiples of 8"):
         encode(change(config, image_size=36))
     for field, value in {"batch": 0, "shard_size": 0, "image_size": 0, "num_workers": -1}.items():
-        with pytest.raises(ValueError, match=f"^{field}: {value}; expected"):
+        with pytest.raises(ValueError, match=f"^{field}: {value}; needs at least"):
             encode(change(config, **{field: value}))
 
 

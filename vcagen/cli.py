@@ -14,9 +14,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 T = TypeVar("T")
 
@@ -25,19 +27,6 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """jsonargparse's help, with the lines of the description kept."""
-
-
-class ConfigFile(ActionConfigFile):
-    """jsonargparse's --config, whose mistakes name the file."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        """Add the options in the file `values` to `cfg`."""
-        try:
-            super().__call__(parser, cfg, values, option_string)
-        except (ValueError, TypeError) as error:
-            message = re.sub(r'Parser key "config": | in "<unicode string>"', "", str(error))
-            message = re.sub("^Unexpected config:", "expected a mapping of options, got", message)
-            raise ValueError(f"{values}: {message}") from error
 
 
 class Parser(ArgumentParser):
@@ -84,7 +73,7 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
         ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
     """
     parser = Parser(prog=prog, description=inspect.cleandoc(config.__doc__ or ""), formatter_class=Formatter)
-    parser.add_argument("--config", action=ConfigFile, help="YAML file with any of the options below.")
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     if positional is not None:
         default = next(field.default for field in fields(config) if field.name == positional)  # type: ignore[arg-type]
         optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
@@ -93,7 +82,23 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, posi
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:  # --dry_run alone means true
             action.nargs, action.const = "?", True
+    _check_files(args)
     return _instantiate(parser, config, parser.parse_args(args))
+
+
+def _check_files(args: Sequence[str] | None) -> None:
+    """Name the --config file that is no mapping of options: jsonargparse would not."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    for path in parser.parse_known_args(args)[0].config:
+        try:
+            values = yaml.safe_load(Path(path).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: expected a mapping of options, got {values!r}")
 
 
 def from_mapping(config: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -133,6 +138,14 @@ def _check(config: type[Any], values: Namespace, before: str = "") -> None:
             _check(kind, value, f"{before}{name}.")  # type: ignore[arg-type]  # a class, since it comes from the hints
         elif value is None and type(None) not in get_args(kind):
             raise ValueError(f"{before}{name}: null; leave it out for the default")
+
+
+def at_least(config: object, **bounds: int) -> None:
+    """Raise ValueError, by name, for a field of a number below its bound; None passes."""
+    for name, bound in bounds.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{name}: {value}; needs at least {bound}")
 
 
 def run(main: Callable[[], None]) -> NoReturn:

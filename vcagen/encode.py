@@ -22,6 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
+from vcagen.cli import at_least
 from vcagen.codec import LatentCodec
 from vcagen.config import flat
 from vcagen.files import atomic_file, write_json
@@ -47,9 +48,7 @@ def encode(
         ValueError: images or VAE that cannot be read, or a folder with shards of other settings.
         OSError: the disk is full; complete shards stay.
     """
-    for name, least in {"batch": 1, "shard_size": 1, "image_size": 1, "num_workers": 0}.items():
-        if (value := getattr(config, name)) is not None and value < least:
-            raise ValueError(f"{name}: {value}; expected {least} or more")
+    at_least(config, batch=1, shard_size=1, image_size=1, num_workers=0)
     out = Path(config.out)
     if Path(config.images).resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out: {config.out} is inside the images; the shards would count as a class of theirs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vcagen.cli import at_least
 from vcagen.config import CodecConfig, ImageConfig, ModelConfig, ObjectiveConfig
 
 
@@ -138,9 +139,7 @@ class ExtractorConfig:
     """Decoding threads."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "image_size", "num_workers"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}: {value}; needs at least 1")
+        at_least(self, batch=1, image_size=1, num_workers=1)
 
 
 @dataclass(frozen=True, kw_only=True)

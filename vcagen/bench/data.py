@@ -55,9 +55,7 @@ class DataBenchConfig:
 def main(args: list[str]) -> None:
     """Print one line a measurement."""
     config = cli.parse(DataBenchConfig, args, prog="python -m vcagen bench data")
-    for name in ("items", "batch", "jpegs"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
+    cli.at_least(config, items=1, batch=1, jpegs=1, num_workers=0, encodings=0)
     result: dict[str, Any] = {"items": config.items, "batch": config.batch, "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory(dir=config.folder) as folder:
         result |= _reading(config, Path(folder))

@@ -47,9 +47,7 @@ class EvaluateBenchConfig:
 def main(args: list[str]) -> None:
     """Print one line a measurement."""
     config = cli.parse(EvaluateBenchConfig, args, prog="python -m vcagen bench evaluate")
-    for name, least in (("images", 0), ("batch", 1), ("dimensions", 0), ("repeats", 1), ("num_workers", 1)):
-        if getattr(config, name) < least:
-            raise ValueError(f"{name}: {getattr(config, name)}; needs at least {least}")
+    cli.at_least(config, images=0, batch=1, dimensions=0, repeats=1, num_workers=1)
     device = open_device(config.device)
     result: dict[str, Any] = {"device": config.device, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     if config.images:

@@ -73,9 +73,7 @@ class Timed:
 def main(args: list[str]) -> None:
     """Print seconds of a run by part, and how much longer it takes than its network and VAE alone."""
     config = cli.parse(SampleBenchConfig, args, prog="python -m vcagen bench sample")
-    for name in ("num_images", "batch", "num_steps", "repeats"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
+    cli.at_least(config, num_images=1, batch=1, num_steps=1, repeats=1)
     device = open_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
         codec = LatentCodec(_random_vae(folder) if config.vae == "random" else config.vae, device=device)

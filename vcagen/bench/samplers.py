@@ -37,9 +37,7 @@ class SamplersBenchConfig:
 def main(args: list[str]) -> None:
     """Print a table, one row a sampler: microseconds a network call, and percent of the forward."""
     config = cli.parse(SamplersBenchConfig, args, prog="python -m vcagen bench samplers")
-    for name in ("batch", "num_steps", "repeats"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name}: {getattr(config, name)}; needs at least 1")
+    cli.at_least(config, batch=1, num_steps=1, repeats=1)
     device = open_device(config.device)
     noise = torch.randn(config.batch, 4, 32, 32, device=device)
     labels = torch.zeros(config.batch, dtype=torch.int64, device=device)

@@ -74,8 +74,7 @@ class Variant:
 def main(args: list[str]) -> None:
     """Print a table, one row a network."""
     config = cli.parse(TrainBenchConfig, args, prog="python -m vcagen bench train")
-    if config.batch < 1:
-        raise ValueError(f"batch: {config.batch}; needs at least 1")
+    cli.at_least(config, batch=1)
     device = open_device("cuda" if torch.cuda.is_available() else "cpu", config.threads)
     variants = [
         Variant(size, attention, precision, mode)
