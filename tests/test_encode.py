@@ -209,6 +209,13 @@ def test_broken_files(config, tmp_path, count):
         Path(config.out, "shard_00001.safetensors").unlink()
 
 
+def test_a_place_that_cannot_be_written_is_told_before_the_images_are_read(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("vcagen.encode.find_bad_images", None)
+    (tmp_path / "file").touch()
+    (error,) = encode_in_threads(change(config, out=str(tmp_path / "file" / "latents")), 1)
+    assert "cannot be written" in str(error)
+
+
 def test_a_damaged_list_of_skipped_files_is_named(config, tmp_path):
     config = change(config, images=broken(tmp_path / "broken"), on_bad_image="skip")
     assert encode_in_threads(config, 1) == [None]

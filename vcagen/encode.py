@@ -25,7 +25,7 @@ from tqdm import tqdm
 from vcagen.cli import at_least
 from vcagen.codec import LatentCodec
 from vcagen.config import flat
-from vcagen.files import atomic_file, write_json
+from vcagen.files import atomic_file, check_writable, write_json
 from vcagen.images import Pixels, digits_pixels, find_bad_images, folder_pixels, scan_images, without_bad
 from vcagen.job_configs import EncodeConfig
 from vcagen.latents import METADATA_KEY, LatentDataset, check_image_size, check_std, latent_std, open_codec, read_header
@@ -52,6 +52,8 @@ def encode(
     out = Path(config.out)
     if Path(config.images).resolve() in (out.resolve(), *out.resolve().parents):
         raise ValueError(f"out: {config.out} is inside the images; the shards would count as a class of theirs")
+    if not config.dry_run:
+        check_writable(_shard(out, 0))
     done = {file: read_header(file)[0] for file in sorted(out.glob("shard_*.safetensors"))}
     pixels, bad = _open_images(config, checked=bool(done) or config.dry_run, rank=rank, size=world_size, gather=gather)
     codec = open_codec(config.images, config, device)
