@@ -154,6 +154,24 @@ def test_what_is_not_weights_is_said(tmp_path):
         checkpoints.read_weights(tmp_path / "no.pt")
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [torch.zeros(2, 2).to_sparse(), torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.int8),
+     torch.zeros(2, dtype=torch.bool), torch.zeros(2, device="meta")],
+    ids=["sparse", "complex", "integer", "bool", "meta"],
+)  # fmt: skip
+def test_other_tensors_than_weights_are_refused(tmp_path, odd):
+    torch.save({**network().state_dict(), "pos_embed": odd}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=r"x\.pt: holds pos_embed beside or instead of dense floating-point tensors"):
+        checkpoints.read_weights(tmp_path / "x.pt")
+
+
+def test_weights_without_dimensions_have_another_shape():
+    state = {**network().state_dict(), "final_layer.linear.bias": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"final_layer\.linear\.bias: \(\) in the file"):
+        checkpoints.load_into(network(), state)
+
+
 def test_loading_is_strict_and_names_what_differs():
     state = network().state_dict()
     target = network()
@@ -278,3 +296,6 @@ def test_inspect_and_export(tmp_path):
     assert told["kind"] == "public training file"
     assert told["architecture"]["hidden_size"] == 16
     assert told["args"] == {"lr": 1e-4, "f": "[1]"}
+    torch.save({"ema": state, "args": {1: 2}}, tmp_path / "public.pt")
+    assert checkpoints.describe(tmp_path / "public.pt")["args"] == {"1": 2}
+    assert checkpoints.table(checkpoints.describe(tmp_path / "public.pt"))

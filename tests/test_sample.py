@@ -322,6 +322,67 @@ def test_a_file_is_no_run(tmp_path):
         sample("--run", weights, *SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("where", "changes"),
+    [
+        (("config",), {"model": 3}),
+        (("data",), {"class_names": None}),
+        (("data",), {"height": None}),
+        (("data",), {"width": -1}),
+        (("data",), {"channels": 10**12}),
+        (("data",), {"unknown": 1}),
+        (("data",), {"codec": None}),
+        (("data", "codec"), {"scaling_factor": None}),
+        (("data", "codec"), {"scaling_factor": "x"}),
+        (("data", "codec"), {"channels": 4}),
+    ],
+)
+def test_damaged_metadata_names_the_file(tmp_path, where, changes):
+    file = tiny_run(tmp_path / "run") / "checkpoints" / "step_0000010" / "model.safetensors"
+    read = checkpoints.read_weights(file)
+    part = read.metadata
+    for name in where:
+        part = part[name]
+    part.update(changes)
+    checkpoints.save_weights(file, read.state_dict, read.metadata)
+    with pytest.raises(ValueError, match=r"model\.safetensors: "):
+        sample("--checkpoint", file, *SETTINGS)
+
+
+@pytest.mark.parametrize("part", ["channels", "height", "num_classes", "class_names", "codec", "vae", "sha256"])
+def test_missing_metadata_names_the_file(tmp_path, part):
+    file = tiny_run(tmp_path / "run") / "checkpoints" / "step_0000010" / "model.safetensors"
+    read = checkpoints.read_weights(file)
+    data = read.metadata["data"]
+    del (data if part in data else data["codec"])[part]
+    checkpoints.save_weights(file, read.state_dict, read.metadata)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: damaged metadata \(.*{part}"):
+        sample("--checkpoint", file, *SETTINGS)
+
+
+def test_a_public_file_that_is_none_is_named(tmp_path):
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "DiT.pt")
+    with pytest.raises(ValueError, match=r"DiT\.pt: weights: x_embedder\.proj\.weight missing"):
+        sample("--checkpoint", tmp_path / "DiT.pt", "--vae", "identity", *SETTINGS)
+
+
+@pytest.mark.parametrize("channels", [2, 4, 5])
+def test_latents_that_are_no_images_need_a_vae(tmp_path, channels):
+    state = load_run(tiny_run(tmp_path / "run", width=384)).model.state_dict()
+    state["x_embedder.proj.weight"] = torch.zeros(384, channels, 2, 2)
+    torch.save(state, tmp_path / "DiT.pt")
+    with pytest.raises(ValueError, match=rf"vae: identity; .*DiT\.pt has {channels} latent channels"):
+        sample("--checkpoint", tmp_path / "DiT.pt", "--vae", "identity", *SETTINGS)
+
+
+def test_a_network_of_pixels_or_of_latents_stays_one(tmp_path):
+    tiny_vae(tmp_path / "vae")
+    with pytest.raises(ValueError, match=r"vae: .*vae; .* was trained on the pixels"):
+        sample("--run", tiny_run(tmp_path / "a"), "--vae", tmp_path / "vae", *SETTINGS)
+    with pytest.raises(ValueError, match=r"vae: identity; "):
+        sample("--run", tiny_run(tmp_path / "b", vae=tmp_path / "vae"), "--vae", "identity", *SETTINGS)
+
+
 def test_guidance_needs_a_null_label(tmp_path):
     run = tiny_run(tmp_path / "run", dropout=0.0)
     sample("--run", run, "--out", tmp_path / "out", *SETTINGS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -159,11 +160,15 @@ def load_run(
     if read.metadata is not None:
         if weights not in (None, "ema", read.name):
             raise ValueError(f"weights: {path} holds {read.name}, not {weights}")
-        config = cli.from_mapping(Config, read.metadata["config"])
-        data = DataSpec.from_dict(read.metadata["data"])
-        codec = LatentCodec.from_description(data.codec, vae=vae, **codec_options(config.codec, device))
+        with _damage_named(path):
+            config = cli.from_mapping(Config, read.metadata["config"])
+            data = DataSpec.from_dict(read.metadata["data"])
+            codec = LatentCodec.from_description(data.codec, vae=vae, **codec_options(config.codec, device))
+            if codec.channels != data.channels:
+                raise ValueError(f"damaged metadata ({codec.channels} and {data.channels} latent channels)")
     else:
-        found = checkpoints.architecture(read.state_dict)
+        with _damage_named(path):
+            found = checkpoints.architecture(read.state_dict)
         config = public_config(path, found, read.args or {}, objective)
         codec = LatentCodec(vae or DEFAULT_VAE, channels=int(found["in_channels"]), device=device)
         side = int(found["grid"] * found["patch_size"])
@@ -173,11 +178,13 @@ def load_run(
             channels=codec.channels, height=side, width=side, num_classes=num_classes, class_names=(),
             image_size=side * codec.downsample, codec=description,
         )  # fmt: skip
-    model = build_model(config.model, config.objective, data)
-    try:
+    if codec.is_identity and (codec.channels not in (1, 3) or codec.downsample != 1):
+        raise ValueError(f"vae: identity; {path} has {codec.channels} latent channels, images have 1 or 3")
+    if not codec.is_identity and data.codec["sha256"] is None:
+        raise ValueError(f"vae: {vae}; {path} was trained on the pixels, without a VAE")
+    with _damage_named(path):
+        model = build_model(config.model, config.objective, data)
         checkpoints.load_into(model, read.state_dict)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     metadata = read.metadata or {"step": None, "ema_decay": None}
     return Run(
         model=model.to(device).eval().requires_grad_(False),
@@ -189,6 +196,17 @@ def load_run(
         ema_decay=metadata["ema_decay"],
         weights_sha256=sha256(path),
     )
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn whatever odd metadata or weights lead to into a ValueError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        raise ValueError(f"{path}: damaged metadata ({type(error).__name__}: {error})") from error
 
 
 def public_config(path: Path, found: dict[str, int | float], args: dict[str, Any], objective: str | None) -> Config:

@@ -156,15 +156,25 @@ def _args(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
-    wrong = [key for key, value in state_dict.items() if not (isinstance(key, str) and isinstance(value, Tensor))]
+    wrong = [key for key, value in state_dict.items() if not (isinstance(key, str) and _is_weight(value))]
     if wrong or not state_dict:
-        found = f"{_few(wrong)} beside or instead of tensors" if wrong else "no tensors"
+        found = f"{_few(wrong)} beside or instead of dense floating-point tensors" if wrong else "no tensors"
         raise ValueError(
             f"{path}: holds {found}; a state dict, or a dict with 'ema', 'model' or 'state_dict' is needed"
         )
     while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state_dict)), None):
         state_dict = {key[len(prefix) :]: value for key, value in state_dict.items()}
     return dict(state_dict)
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether this is a dense tensor of real floating-point numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.is_floating_point()
+        and not (value.is_nested or value.is_meta)
+    )
 
 
 def _set_name(metadata: dict[str, Any] | None) -> str:
@@ -201,7 +211,7 @@ def load_into(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     patch = "x_embedder.proj.weight"
     for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
         same_patch = key in wanted and wanted[patch].shape == state[patch].shape
-        if same_patch and state[key].shape[0] == 2 * wanted[key].shape[0]:
+        if same_patch and state[key].shape[:1] == (2 * wanted[key].shape[0],):
             positions = wanted[patch].shape[-1] ** 2
             halves = state[key].reshape(positions, 2, -1, *state[key].shape[1:])  # (p * p, half, channel, D)
             state[key] = halves[:, 0].flatten(0, 1)
@@ -343,7 +353,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     }
     if weights.metadata is None:
         if weights.args is not None:
-            description["args"] = {key: value if isinstance(value, int | float | str) else str(value)
+            description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
                                    for key, value in weights.args.items()}  # fmt: skip
         try:
             return {**description, "architecture": architecture(weights.state_dict)}
