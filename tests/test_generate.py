@@ -308,7 +308,8 @@ def test_another_form_is_copied(tmp_path, monkeypatch, first, then, finished):
 
 @pytest.mark.parametrize("then", [{"png": False, "npz": True}, {}])
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "garbage"])
-def test_a_damaged_npz_is_made_again(tmp_path, then, damage):
+def test_a_damaged_npz_is_made_again(tmp_path, monkeypatch, then, damage):
+    monkeypatch.setattr("vcagen.store.PREVIEW", 2)
     store = a_store(tmp_path / "a", png=False, npz=True)
     generate(store)
     store.finish()

@@ -339,11 +339,11 @@ def test_bad_stored_statistics(tmp_path):
             open_reference(adm_statistics(path, **changes), PixelFeatures())
 
 
-@pytest.mark.parametrize("array", ["arr_0", "mu"])
+@pytest.mark.parametrize("arrays", [["arr_0"], ["mu", "sigma"]])
 @pytest.mark.parametrize(("field", "value"), [("flag_bits", 1), ("compress_type", 97)])
-def test_encrypted_and_unknown_zip_members(tmp_path, array, field, value):
+def test_encrypted_and_unknown_zip_members(tmp_path, arrays, field, value):
     path = tmp_path / "x.npz"
-    np.savez(path, **{array: np.zeros((2, 8, 8, 3), np.uint8)})
+    np.savez(path, **{name: np.zeros((2, 8, 8, 3), np.uint8) for name in arrays})
     with zipfile.ZipFile(path) as archive:
         directory = archive.start_dir
     data = bytearray(path.read_bytes())
