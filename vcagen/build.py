@@ -149,7 +149,7 @@ def load_run(
         vae: where the VAE is now, if not where the weights say; of a public file which one.
 
     Raises:
-        ValueError: nothing to load there, or weights that do not fit.
+        ValueError: nothing to load there, damaged metadata, weights that do not fit, or a VAE that does not.
     """
     path = Path(path)
     if path.is_dir():

@@ -83,7 +83,7 @@ class SampleStore:
         return range(chunk * self.batch, min((chunk + 1) * self.batch, self.num_images))
 
     def prepare(self) -> None:
-        """Make the folder or check that it is of the same settings, and clear what a killed run left half-written.
+        """Make the folder or check that it is of the same settings, and clear what is half-written or damaged.
 
         Raises:
             ValueError: other settings, by field, or files that are not of this run.

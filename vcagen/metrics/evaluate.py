@@ -175,7 +175,7 @@ class Evaluator:
         `warnings` are added to what is there.
 
         Raises:
-            ValueError: an image without features.
+            ValueError: an image without features, or a damaged file of features.
         """
         reference = self.reference
         assert reference is not None, "this process has no reference"
