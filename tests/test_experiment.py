@@ -140,6 +140,41 @@ def test_commands_say_everything_and_done_ones_are_left_out(tmp_path):
     assert missing_commands(row, 2, folder) == [train, sample]
 
 
+@pytest.fixture
+def done(tmp_path):
+    """A row of the miniature, and its run folder with everything done."""
+    row = load_table(ROOT / "configs" / "miniature.yaml").rows[5]
+    out = tmp_path / "samples" / "step_0000800_n2000"
+    out.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_0000800").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(row.config())))
+    (out / "manifest.json").write_text(json.dumps({"labels": "balanced", "num_images": 2000, "cfg_scale": 1.0}))
+    scores = {"n_samples": 2000, "reference": {"path": "digits"}, "extractor": {"name": "pixels"}}
+    (out / "results.json").write_text(json.dumps(scores))
+    assert missing_commands(row, 0, tmp_path) == []
+    return row, tmp_path, out / "results.json"
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff", b"[]", b"model: 3"])
+def test_a_damaged_configuration_is_named(done, content):
+    row, folder, _ = done
+    (folder / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.yaml: (damaged|not the configuration of a run)"):
+        missing_commands(row, 0, folder)
+
+
+@pytest.mark.parametrize("part", ["reference", "extractor"])
+def test_a_result_edited_by_hand(done, part):
+    row, folder, file = done
+    scores = json.loads(file.read_text())
+    file.write_text(json.dumps({**scores, part: None}))
+    (command,) = missing_commands(row, 0, folder)
+    assert command[0].endswith("sample.py")
+    file.write_text(json.dumps({**scores, part: "x"}))
+    with pytest.raises(ValueError, match=rf"results\.json: damaged: {part}: 'x'"):
+        missing_commands(row, 0, folder)
+
+
 @pytest.mark.slow
 def test_two_rows_of_the_miniature_with_one_seed_and_ten_steps(tmp_path, capsys):
     runs, table = tmp_path / "runs", yaml.safe_load((ROOT / "configs" / "miniature.yaml").read_text())

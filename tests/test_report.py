@@ -273,7 +273,12 @@ def test_a_damaged_run_is_named(tmp_path):
         with pytest.raises(ValueError, match=rf"dit/config\.yaml: not the configuration of a run: {part}\..* missing"):
             read_run(run)
     config.write_text(yaml.safe_dump(good))
-    for line in ("5", "[]", "{", '{"loss": 1.0}'):
+    for key, value in (("batch_size", None), ("learning_rate", "x")):
+        config.write_text(yaml.safe_dump({**good, "train": {**good["train"], key: value}}))
+        with pytest.raises(ValueError, match=rf"config\.yaml: not the configuration of a run: train\.{key} "):
+            read_run(run)
+    config.write_text(yaml.safe_dump(good))
+    for line in ("5", "[]", "{", '{"loss": 1.0}', '{"step": "1"}', '{"step": 1, "loss": "x"}', ""):
         log.write_text('{"step": 1, "loss": 1.0}\n' + line + "\n")
         with pytest.raises(ValueError, match=r"dit/metrics\.jsonl: damaged"):
             read_run(run)
@@ -303,6 +308,23 @@ def test_a_damaged_result_is_named(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ValueError, match=r"a/results\.json: not a result"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["reference", "extractor", "sampling", "weights", "metrics", "n_samples", "warnings"])
+def test_a_result_edited_by_hand_is_named(tmp_path, part):
+    make(tmp_path)
+    run = tmp_path / "runs" / "dit"
+    (run / "samples" / "a" / "results.json").write_text(json.dumps({**result(70.5), part: "x"}))
+    with pytest.raises(ValueError, match=r"a/results\.json: not a result"):
+        read_run(run, measure=DigitAccuracy())
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    make(tmp_path)
+    file = tmp_path / "runs" / "dit" / "samples" / "a" / "results.json"
+    file.write_text(json.dumps({**result(70.5), "metrics": {"fid_50k": 70.5, "is_mean": None}}))
+    with pytest.raises(ValueError, match=r"a/results\.json: not a result .*is_mean"):
+        read_run(tmp_path / "runs" / "dit")
 
 
 def test_classifier_of_digits():
@@ -355,6 +377,7 @@ def test_table_files(tmp_path):
         ({"rows": ROWS, "set": {"model.sise": "S/2"}}, "model.sise: unknown option"),
         ({"rows": ROWS[1:]}, "baseline: DiT is no row"),
         ({"rows": ROWS, "latents": {"sise": 3}}, "latents.sise"),
+        ({"rows": [{"name": "a", "run": "r"}, {"name": "b", "run": "./r/"}]}, "run: r is that of several rows"),
     ]:
         path.write_text(yaml.safe_dump(content))
         with pytest.raises(ValueError, match=message):
