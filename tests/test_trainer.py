@@ -12,7 +12,6 @@ import pytest
 import tiny
 import torch
 from accelerate.state import AcceleratorState
-from filelock import FileLock
 from helpers import image_folder
 from safetensors.torch import load_file
 
@@ -330,29 +329,35 @@ def test_a_damaged_checkpoint_is_named(tmp_path, name, content):
         tiny.train(tmp_path, train__steps=2)
 
 
-def test_a_run_folder_is_for_one_training(tmp_path):
-    lock = FileLock(tmp_path / ".lock")
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_a_run_folder_is_for_one_training_and_a_killed_one_is_no_obstacle(tmp_path):
     half = tmp_path / "checkpoints" / ".step_0000001.99.tmp"
     half.mkdir(parents=True)
-    with lock, pytest.raises(ValueError, match=rf"^run: {tmp_path} is in use by another training$"):
-        tiny.train(tmp_path)
-    assert half.exists()
-    assert not (tmp_path / "config.yaml").exists()
-    first = build_training.build_trainer(tiny.config(tmp_path))
-    with pytest.raises(ValueError, match="in use"):
-        tiny.train(tmp_path)
-    first.fit()
-    tiny.train(tmp_path, train__steps=7)
-    trainer = build_training.build_trainer(tiny.config(tmp_path, train__steps=8))
-    del trainer  # without a fit
-    tiny.train(tmp_path, train__steps=8)
-
-
-def test_a_killed_training_leaves_no_obstacle(tmp_path):
-    code = "import os, sys, filelock; filelock.FileLock(sys.argv[1]).acquire(); os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / ".lock")]).returncode == -9
-    assert (tmp_path / ".lock").exists()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / ".lock")], stdin=-1, stdout=-1) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match=rf"^run: {tmp_path} is in use by another training$"):
+            tiny.train(tmp_path)
+        assert half.exists()
+        assert not (tmp_path / "config.yaml").exists()
+        other.kill()
     tiny.train(tmp_path, train__steps=1)
+    assert not half.exists()
+
+
+def test_a_training_holds_its_folder_until_it_ends(tmp_path):
+    take = HOLD.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB").replace("input()", "pass")
+
+    def is_free():
+        return (
+            subprocess.run([sys.executable, "-c", take, str(tmp_path / ".lock")], capture_output=True).returncode == 0
+        )
+
+    trainer = build_training.build_trainer(tiny.config(tmp_path, train__steps=1))
+    assert not is_free()
+    trainer.fit()
+    assert is_free()
 
 
 @pytest.fixture

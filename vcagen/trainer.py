@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -88,8 +88,7 @@ class Trainer:
         preview: Callable[[Network, int], None] | None = None,
     ) -> None:
         self.run = run
-        self.lock = FileLock(run / ".lock")
-        """Of the system, so that a process that is killed leaves no obstacle. The main process holds it."""
+        self._lock: IO[str] | None = None
         self.accelerator = accelerator
         self.objective = objective
         self.codec = codec
@@ -152,7 +151,9 @@ class Trainer:
         try:
             self._fit()
         finally:
-            self.lock.release(force=True)
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def claim(self) -> None:
         """Keep other trainings out of the run folder, until the end of `fit` or of the process.
@@ -161,12 +162,16 @@ class Trainer:
             ValueError: another one is there; in all processes.
         """
         taken = False
-        if self.accelerator.is_main_process and not self.lock.is_locked:
+        if self.accelerator.is_main_process and self._lock is None:
             self.run.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.run / ".lock").open("a")
             try:
-                self.lock.acquire(blocking=False)
-            except Timeout:
+                # The process's own: gone when it is killed, and not held on by loader workers that outlive it.
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
                 taken = True
+            except OSError:
+                pass  # a file system without locks
         if float(self.accelerator.gather(torch.tensor([float(taken)], device=self.device)).max()):
             raise ValueError(f"run: {self.run} is in use by another training")
 
