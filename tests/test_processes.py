@@ -10,9 +10,19 @@ import time
 
 import pytest
 import tiny
+import torch
 from helpers import ENV, ROOT, image_folder, python, torchrun, user_error
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As the commands have: the last bits depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def state_of(run, step):
