@@ -404,6 +404,10 @@ def test_fine_tuning_takes_weights_and_a_new_label_table(tmp_path, capsys):
     assert other.network.y_embedder.embedding_table.num_embeddings == 10
     with pytest.raises(ValueError, match=r"weights: blocks\.1\..* missing"):
         build_training.build_trainer(tiny.config(tmp_path / "deep", init=str(tmp_path / "first"), model__depth=2))
+    flat = tmp_path / "flat.pt"
+    torch.save({**same.network.state_dict(), "y_embedder.embedding_table.weight": torch.zeros(3)}, flat)
+    with pytest.raises(ValueError, match=rf"^init: {flat}: .*embedding_table"):
+        build_training.build_trainer(tiny.config(tmp_path / "flat", init=str(flat)))
 
 
 def test_one_class_without_dropout_trains(tmp_path):

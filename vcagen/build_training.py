@@ -161,14 +161,17 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
         weights = checkpoints.read_weights(checkpoints.find_weights(path) if path.is_dir() else path).state_dict
         table = "y_embedder.embedding_table.weight"
         ours = network.state_dict()[table]
-        if table in weights and weights[table].shape != ours.shape and weights[table].shape[1] == ours.shape[1]:
+        if table in weights and weights[table].shape != ours.shape and weights[table].shape[1:] == ours.shape[1:]:
             if int(os.environ.get("RANK", "0")) == 0:
                 print(
                     f"init: {path} has {len(weights[table])} labels, this network {len(ours)}: the label table is new",
                     file=sys.stderr,
                 )
             weights[table] = ours
-        checkpoints.load_into(network, weights)
+        try:
+            checkpoints.load_into(network, weights)
+        except ValueError as error:
+            raise ValueError(f"init: {path}: {error}") from error
     return network
 
 
