@@ -11,6 +11,7 @@ from helpers import u
 from safetensors.torch import save_file
 
 from vcagen import checkpoints
+from vcagen.describe import describe, table
 from vcagen.dit import DiT
 
 SMALL = {
@@ -220,7 +221,7 @@ def test_metadata_that_is_not_ours_to_read_is_named(tmp_path):
     }
     for text, message in cases.items():
         save_file(network().state_dict(), path, metadata={"vcagen": text})
-        for read in (checkpoints.read_metadata, checkpoints.read_weights, checkpoints.describe):
+        for read in (checkpoints.read_metadata, checkpoints.read_weights, describe):
             with pytest.raises(ValueError, match=rf"x\.safetensors: {message}|x\.safetensors: .*{message}"):
                 read(path)
 
@@ -245,7 +246,7 @@ def test_odd_shapes_are_no_dit(tmp_path, change):
     state = {**network().state_dict(), **{name: torch.zeros(shape) for name, shape in change.items()}}
     torch.save(state, tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=r"odd\.pt: weights: names or shapes that no DiT or SiT has"):
-        checkpoints.describe(tmp_path / "odd.pt")
+        describe(tmp_path / "odd.pt")
 
 
 def test_architecture_from_shapes():
@@ -277,14 +278,14 @@ def test_the_checkpoints_of_a_run(tmp_path):
 
 def test_inspect_and_export(tmp_path):
     state = a_run(tmp_path / "run")
-    told = checkpoints.describe(tmp_path / "run")
+    told = describe(tmp_path / "run")
     assert told["kind"] == "run"
     assert told["checkpoints"] == [5, 10]
     assert told["step"] == 10
     assert told["weights"] == ["raw", "ema_0.9", "ema_0.999"]
     assert told["parameters"] == sum(value.numel() for value in state.values())
     assert told["data"]["class_names"] == ["cat", "dog", "eel"]
-    assert "cat, dog, eel" in checkpoints.table(told)
+    assert "cat, dog, eel" in table(told)
     checkpoints.export_weights(tmp_path / "run", tmp_path / "out.safetensors", weights="raw", step=5)
     read = checkpoints.read_weights(tmp_path / "out.safetensors")
     assert same(read.state_dict, {key: 3 * value for key, value in state.items()})
@@ -292,10 +293,10 @@ def test_inspect_and_export(tmp_path):
     with pytest.raises(ValueError, match="exists"):
         checkpoints.export_weights(tmp_path / "run", tmp_path / "out.safetensors")
     torch.save({"ema": state, "args": argparse.Namespace(lr=1e-4, f=[1])}, tmp_path / "public.pt")
-    told = checkpoints.describe(tmp_path / "public.pt")
+    told = describe(tmp_path / "public.pt")
     assert told["kind"] == "public training file"
     assert told["architecture"]["hidden_size"] == 16
     assert told["args"] == {"lr": 1e-4, "f": "[1]"}
     torch.save({"ema": state, "args": {1: 2}}, tmp_path / "public.pt")
-    assert checkpoints.describe(tmp_path / "public.pt")["args"] == {"1": 2}
-    assert checkpoints.table(checkpoints.describe(tmp_path / "public.pt"))
+    assert describe(tmp_path / "public.pt")["args"] == {"1": 2}
+    assert table(describe(tmp_path / "public.pt"))

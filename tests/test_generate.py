@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vcagen import codec, samplers
+from vcagen import codec, watch
 from vcagen.config import SamplingConfig
 from vcagen.generate import (
     LabelRule,
@@ -378,7 +378,7 @@ def test_nan_names_the_image_and_nothing_of_its_chunk_is_written(tmp_path, where
         latents, calls = toy_sampler(noise, y, **options)
         if torch.equal(noise[2], SeededNoise(0).noise([6], SHAPE)[0]):
             if where == "sampler":
-                raise samplers.NonFiniteError(1, 2)
+                raise watch.NonFiniteError(1, 2)
             latents[2, 0, 3, 3] = float("nan")
         return latents, calls
 

@@ -15,13 +15,13 @@ from vcagen.flow import LinearInterpolant
 from vcagen.samplers import (
     ADAPTIVE_METHODS,
     SAMPLERS,
-    NonFiniteError,
     ddim_sample,
     ddpm_sample,
     ode_sample,
     sde_sample,
     with_cfg,
 )
+from vcagen.watch import NonFiniteError
 
 DIT, SIT = reference("dit"), reference("sit")
 DIFFUSION, FLOW = GaussianDiffusion(), LinearInterpolant()

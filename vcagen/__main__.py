@@ -184,16 +184,17 @@ def bench(args: list[str]) -> None:
 
 def inspect(args: list[str]) -> None:
     """What a run or a weights file holds."""
-    from vcagen import checkpoints, cli
+    from vcagen import cli
+    from vcagen.describe import describe, table
     from vcagen.files import write_json
     from vcagen.job_configs import InspectConfig
 
     config = cli.parse(InspectConfig, args, prog="python -m vcagen inspect", positional="path")
-    description = checkpoints.describe(config.path)
+    description = describe(config.path)
     if config.json == "-":
         print(json.dumps(description, indent=2))
         return
-    print(checkpoints.table(description))
+    print(table(description))
     if config.json:
         write_json(config.json, description)
 

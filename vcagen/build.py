@@ -26,7 +26,8 @@ from vcagen.files import sha256
 from vcagen.flow import LinearInterpolant
 from vcagen.generate import Sampler
 from vcagen.latents import DataSpec, codec_options
-from vcagen.samplers import SAMPLERS, Progress, RandnLike, draws_noise, sampler_options, with_cfg
+from vcagen.samplers import SAMPLERS, RandnLike, draws_noise, sampler_options, with_cfg
+from vcagen.watch import Progress
 
 
 def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:

@@ -120,7 +120,6 @@ def check_values(config: Config) -> None:
     for name, (value, least) in at_least.items():
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"{name}: {value}; needs at least {least}")
-    resolve_sampling(SamplingConfig(), config.sampling, config.objective.name)
     if train.max_grad_norm is not None and not train.max_grad_norm > 0:
         raise ValueError(f"train.max_grad_norm: {train.max_grad_norm}; needs a number above 0")
     if not 0 <= config.seed < 2**63:

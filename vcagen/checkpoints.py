@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def _args(content: dict[str, Any]) -> dict[str, Any] | None:
 def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
     wrong = [key for key, value in state_dict.items() if not (isinstance(key, str) and _is_weight(value))]
     if wrong or not state_dict:
-        found = f"{_few(wrong)} beside or instead of dense floating-point tensors" if wrong else "no tensors"
+        found = f"{few(wrong)} beside or instead of dense floating-point tensors" if wrong else "no tensors"
         raise ValueError(
             f"{path}: holds {found}; a state dict, or a dict with 'ema', 'model' or 'state_dict' is needed"
         )
@@ -184,7 +184,8 @@ def _set_name(metadata: dict[str, Any] | None) -> str:
     return "raw" if decay is None else f"ema_{decay}"
 
 
-def _few(names: list[Any], limit: int = 3) -> str:
+def few(names: list[Any], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - limit
     return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
 
@@ -205,9 +206,9 @@ def load_into(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     wanted = model.state_dict()
     state = dict(state_dict)
     if missing := [key for key in wanted if key not in state]:
-        raise ValueError(f"weights: {_few(missing)} missing{_likely(missing[0])}")
+        raise ValueError(f"weights: {few(missing)} missing{_likely(missing[0])}")
     if extra := [key for key in state if key not in wanted]:
-        raise ValueError(f"weights: {_few(extra)} not in the network{_likely(extra[0])}")
+        raise ValueError(f"weights: {few(extra)} not in the network{_likely(extra[0])}")
     patch = "x_embedder.proj.weight"
     for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
         same_patch = key in wanted and wanted[patch].shape == state[patch].shape
@@ -304,7 +305,7 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
         raise ValueError(f"{run}: no checkpoints in it; a run folder of train.py is needed")
     step = max(checkpoints) if step is None else step
     if step not in checkpoints:
-        raise ValueError(f"step: {run} has no checkpoint {step}; it has {_few(list(checkpoints), 20)}")
+        raise ValueError(f"step: {run} has no checkpoint {step}; it has {few(list(checkpoints), 20)}")
     files = {"raw": checkpoints[step] / "model.safetensors"}
     averages = {path.name.removesuffix(".safetensors"): path for path in checkpoints[step].glob("ema_*.safetensors")}
     if weights == "ema" and averages:
@@ -319,71 +320,6 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     if weights not in files or not files[weights].is_file():
         raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
     return files[weights]
-
-
-# --- inspect and export ---
-
-
-def describe(path: str | Path) -> dict[str, Any]:
-    """What a weights file or a run folder holds, as a JSON object.
-
-    Raises:
-        ValueError: neither a run folder nor a weights file.
-    """
-    path = Path(path)
-    if path.is_dir():
-        checkpoints = list_checkpoints(path)
-        file = find_weights(path)
-        names = sorted(file.name.removesuffix(".safetensors") for file in file.parent.glob("ema_*.safetensors"))
-        return {
-            **describe(file),
-            "path": str(path),
-            "kind": "run",
-            "checkpoints": list(checkpoints),
-            "weights": ["raw", *names],
-        }
-    weights = read_weights(path)
-    kind = "vcagen weights" if weights.metadata else ("public training file" if weights.args else "weights")
-    description: dict[str, Any] = {
-        "path": str(path),
-        "kind": kind,
-        "weights": [weights.name],
-        "parameters": sum(value.numel() for value in weights.state_dict.values()),
-        "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in weights.state_dict.values()}),
-    }
-    if weights.metadata is None:
-        if weights.args is not None:
-            description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
-                                   for key, value in weights.args.items()}  # fmt: skip
-        try:
-            return {**description, "architecture": architecture(weights.state_dict)}
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    config, data = weights.metadata["config"], weights.metadata["data"]
-    return {
-        **description,
-        "step": weights.metadata["step"],
-        "ema_decay": weights.metadata["ema_decay"],
-        **{key: config[key] for key in ("seed", "model", "objective", "codec") if key in config},
-        "data": data,
-    }
-
-
-def table(description: dict[str, Any]) -> str:
-    """A description as lines of name and value; long lists are cut."""
-    lines = list(_flatten(description))
-    width = max(len(key) for key, _ in lines) + 2
-    return "\n".join(f"{key:<{width}}{value}" for key, value in lines)
-
-
-def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _flatten(item, f"{before}{key}.")
-        elif isinstance(item, list | tuple):
-            yield before + key, f"{_few(list(item), 10)} ({len(item)})" if len(item) > 10 else ", ".join(map(str, item))
-        else:
-            yield before + key, str(item)
 
 
 def export_weights(run: str | Path, out: str | Path, *, weights: str = "ema", step: int | None = None) -> Path:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vcagen import codec, samplers
+from vcagen import codec, samplers, watch
 from vcagen.config import GENERAL_SAMPLING, SAMPLER_OPTIONS, SamplingConfig
 from vcagen.store import SampleStore
 
@@ -167,7 +167,7 @@ class Sampler(Protocol):
     """Noise (N, C, H, W) and labels (N,) to latents (N, C, H, W), and the number of network calls that took."""
 
     def __call__(
-        self, noise: Tensor, y: Tensor, *, randn_like: samplers.RandnLike, progress: samplers.Progress | None = None
+        self, noise: Tensor, y: Tensor, *, randn_like: samplers.RandnLike, progress: watch.Progress | None = None
     ) -> tuple[Tensor, int]: ...
 
 
@@ -237,8 +237,8 @@ def generate_images(
                     try:
                         latents, count = sample(start, y, randn_like=noise.randn_like(padded), progress=progress)
                         images = decode(latents[: len(indices)])
-                    except (samplers.NonFiniteError, codec.NonFiniteError) as error:
-                        row = error.batch_index if isinstance(error, samplers.NonFiniteError) else error.rows[0]
+                    except (watch.NonFiniteError, codec.NonFiniteError) as error:
+                        row = error.batch_index if isinstance(error, watch.NonFiniteError) else error.rows[0]
                         raise ValueError(f"image {padded[row]}: {error}; nothing is written of its chunk") from error
                     calls += count
                 if not store.holds(chunk):

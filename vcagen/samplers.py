@@ -19,26 +19,17 @@ from torchdiffeq import odeint
 
 from vcagen.diffusion import GaussianDiffusion
 from vcagen.flow import LinearInterpolant
+from vcagen.watch import Progress, Watch
 
 Model = Callable[[Tensor, Tensor, Tensor], Tensor]
 Predict = Callable[[Tensor, Tensor], Tensor]
 RandnLike = Callable[[Tensor], Tensor]
-Progress = Callable[[int], None]
 
 FIXED_METHODS = ("euler", "midpoint", "heun2", "heun3", "rk4", "explicit_adams", "implicit_adams", "fixed_adams")
 ADAPTIVE_METHODS = ("dopri5", "dopri8", "bosh3", "fehlberg2", "adaptive_heun", "scipy_solver")
 LAST_STEPS = ("Mean", "Tweedie", "Euler", "none")
 SDE_START = 0.01
 """Where the SDE starts when its coefficient is infinite at 0: near, and 10 steps of SBDM are still stable."""
-
-
-class NonFiniteError(ValueError):
-    """The state of image `batch_index` was not finite after step `step`, counted from 1."""
-
-    def __init__(self, step: int, batch_index: int) -> None:
-        super().__init__(f"sampling: not finite after step {step} at batch index {batch_index}")
-        self.step = step
-        self.batch_index = batch_index
 
 
 @dataclass
@@ -365,37 +356,6 @@ def draws_noise(name: str) -> bool:
 
 def _arguments(name: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(SAMPLERS[name]).parameters
-
-
-class Watch:
-    """Reports steps, and keeps the magnitudes of the images after each on the device until `finish` reads them."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.progress = progress
-        self.magnitudes: list[Tensor] = []
-
-    def step(self, x: Tensor) -> None:
-        """A step has led to x (N, ...)."""
-        self.magnitudes.append(_magnitude(x))
-        if self.progress is not None:
-            self.progress(len(self.magnitudes))
-
-    def require_finite(self, x: Tensor) -> None:
-        """Wait for the device and raise NonFiniteError where x, of the step that is being made, is not finite."""
-        bad = (~_magnitude(x).isfinite()).nonzero()
-        if len(bad):
-            raise NonFiniteError(len(self.magnitudes) + 1, int(bad[0]))
-
-    def finish(self) -> None:
-        """Raise NonFiniteError where a state was not finite."""
-        bad = (~torch.stack(self.magnitudes).isfinite()).nonzero()  # rows by step, then image
-        if len(bad):
-            raise NonFiniteError(int(bad[0, 0]) + 1, int(bad[0, 1]))
-
-
-def _magnitude(x: Tensor) -> Tensor:
-    """Largest absolute value of each image (N,), NaN where one is NaN: one kernel, and it cannot overflow."""
-    return torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1)
 
 
 def _call(predict: Predict, x: Tensor, time: float) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +25,7 @@ from vcagen.dit import DiT
 from vcagen.ema import EMA
 from vcagen.flow import LinearInterpolant
 from vcagen.latents import LatentCodec, MomentsDataset, keep
+from vcagen.lock import FolderLock
 from vcagen.meter import Meter
 from vcagen.runs import read_log
 from vcagen.steps import Draws, StepSampler, draw
@@ -88,7 +88,7 @@ class Trainer:
         preview: Callable[[Network, int], None] | None = None,
     ) -> None:
         self.run = run
-        self._lock: IO[str] | None = None
+        self._lock = FolderLock(run)
         self.accelerator = accelerator
         self.objective = objective
         self.codec = codec
@@ -126,14 +126,13 @@ class Trainer:
             fused=True,
         )
         model = torch.compile(network) if self.settings.compile else network
-        if not self.accelerator.is_fsdp2:
-            model, wrapped = self.accelerator.prepare(model, optimizer)
-            return model, wrapped
-        # Autocast, as without FSDP: accelerate's policy would round t, lambda and the norms to the half precision too.
-        policy = MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)
-        self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+        sharded = self.accelerator.is_fsdp2
+        if sharded:  # autocast, as without FSDP; accelerate's policy would round t, lambda and the norms too
+            policy = MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         model, wrapped = self.accelerator.prepare(model, optimizer)
-        model.forward = self.accelerator.autocast()(model.forward)
+        if sharded:
+            model.forward = self.accelerator.autocast()(model.forward)
         return model, wrapped
 
     # --- the loop ---
@@ -151,9 +150,7 @@ class Trainer:
         try:
             self._fit()
         finally:
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+            self._lock.release()
 
     def claim(self) -> None:
         """Keep other trainings out of the run folder, until the end of `fit` or of the process.
@@ -161,17 +158,7 @@ class Trainer:
         Raises:
             ValueError: another one is there; in all processes.
         """
-        taken = False
-        if self.accelerator.is_main_process and self._lock is None:
-            self.run.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.run / ".lock").open("a")
-            try:
-                # The process's own: gone when it is killed, and not held on by loader workers that outlive it.
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                taken = True
-            except OSError:
-                pass  # a file system without locks
+        taken = self.accelerator.is_main_process and not self._lock.take()
         if float(self.accelerator.gather(torch.tensor([float(taken)], device=self.device)).max()):
             raise ValueError(f"run: {self.run} is in use by another training")
 
