@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vcagen import cli
-from vcagen.config import SAMPLER_OPTIONS, SampleConfig, SamplingConfig
+from vcagen.config import command_line as cli
+from vcagen.config.options import SAMPLER_OPTIONS, SampleConfig, SamplingConfig
 
 if TYPE_CHECKING:
     import torch
 
     from vcagen.build import Run
-    from vcagen.generate import LabelRule
-    from vcagen.metrics.evaluate import Evaluator
-    from vcagen.store import SampleStore
+    from vcagen.evaluation.evaluate import Evaluator
+    from vcagen.sampling.image_store import SampleStore
+    from vcagen.sampling.noise import LabelRule
 
 
 def main() -> None:
@@ -34,10 +34,10 @@ def main() -> None:
     from accelerate.utils import broadcast_object_list
 
     from vcagen.build import build_accelerator, build_sampler, load_run
-    from vcagen.files import check_writable, write_json
-    from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
-    from vcagen.metrics.sources import result_path
-    from vcagen.store import SampleStore
+    from vcagen.evaluation.image_source import result_path
+    from vcagen.sampling.image_store import SampleStore
+    from vcagen.sampling.noise import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
+    from vcagen.system.files import check_writable, write_json
 
     # The other processes wait while the first measures a reference, which may take longer than the usual ten minutes.
     accelerator = build_accelerator(patient=True)
@@ -159,9 +159,9 @@ def open_scores(
     Raises:
         ValueError: a reference or extractor that does not fit, or images that would neither be kept nor scored.
     """
-    from vcagen.metrics.evaluate import Evaluator
-    from vcagen.metrics.features import load_extractor
-    from vcagen.metrics.statistics import check_reference_path, open_reference
+    from vcagen.evaluation.evaluate import Evaluator
+    from vcagen.evaluation.features import load_extractor
+    from vcagen.evaluation.reference import check_reference_path, open_reference
 
     if settings.reference is None:
         if not store.keeps_images:

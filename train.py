@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from vcagen import cli
-from vcagen.config import Config
+from vcagen.config import command_line as cli
+from vcagen.config.options import Config
 
 
 def main() -> None:
     """Parse, build, fit."""
     config = cli.parse(Config, prog="train.py")
-    from vcagen import build_training
+    from vcagen.training import setup as build_training
 
     if config.dry_run:
         plan = build_training.describe_training(config)
@@ -21,7 +21,7 @@ def main() -> None:
     trainer = build_training.build_trainer(config)
     trainer.fit()
     if trainer.accelerator.is_main_process:
-        from vcagen.plots import plot_losses
+        from vcagen.paper.plots import plot_losses
 
         plot_losses(trainer.run)
     trainer.accelerator.end_training()

@@ -9,9 +9,10 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from helpers import ROOT
 
-from vcagen import build_training, cli
 from vcagen.build import build_accelerator
-from vcagen.config import Config
+from vcagen.config import command_line as cli
+from vcagen.config.options import Config
+from vcagen.training import setup as build_training
 
 PRESET = yaml.safe_load((ROOT / "configs" / "accelerate" / "fsdp.yaml").read_text())["fsdp_config"]
 

@@ -34,7 +34,7 @@ def close(actual, expected, tolerance=1e-6):
 
 def reference_network():
     """The float64 network of dit.json and sit.json, with 8 output channels and weights made by the formula."""
-    from vcagen.dit import DiT
+    from vcagen.networks.dit import DiT
 
     model = DiT(**reference("dit")["config"], out_channels=8).double().eval()
     names = sorted(name for name in model.state_dict() if name != "pos_embed")

@@ -9,7 +9,7 @@ from helpers import reference, u
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from vcagen.attention import ATTENTION, VisualContrastAttention, make_attention
+from vcagen.networks.attention import ATTENTION, VisualContrastAttention, make_attention
 
 CASES = reference("vca")["cases"]
 STAGES = ("contrast", "differential", "vanilla")

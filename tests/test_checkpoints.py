@@ -10,9 +10,10 @@ import torch
 from helpers import u
 from safetensors.torch import save_file
 
-from vcagen import checkpoints
-from vcagen.describe import describe, table
-from vcagen.dit import DiT
+from vcagen.jobs.inspect import describe, table
+from vcagen.networks import weights as checkpoints
+from vcagen.networks.dit import DiT
+from vcagen.system.run_folder import checkpoint_folder, latest_checkpoint, list_checkpoints
 
 SMALL = {
     "input_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3,
@@ -39,7 +40,7 @@ def a_run(folder, steps=(5, 10)):
     """A run folder as the trainer leaves it, raw weights scaled to tell them from the averages."""
     state = network().state_dict()
     for step in steps:
-        where = checkpoints.checkpoint_folder(folder, step)
+        where = checkpoint_folder(folder, step)
         where.mkdir(parents=True)
         checkpoints.save_weights(
             where / "model.safetensors", {k: 3 * v for k, v in state.items()}, metadata(step, None)
@@ -259,14 +260,14 @@ def test_architecture_from_shapes():
 
 
 def test_the_checkpoints_of_a_run(tmp_path):
-    assert checkpoints.list_checkpoints(tmp_path) == {}
-    assert checkpoints.latest_checkpoint(tmp_path) is None
+    assert list_checkpoints(tmp_path) == {}
+    assert latest_checkpoint(tmp_path) is None
     with pytest.raises(ValueError, match="no checkpoints"):
         checkpoints.find_weights(tmp_path)
     a_run(tmp_path)
     (tmp_path / "checkpoints" / ".step_0000020.77.tmp").mkdir()
-    assert list(checkpoints.list_checkpoints(tmp_path)) == [5, 10]
-    assert checkpoints.latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_0000010"
+    assert list(list_checkpoints(tmp_path)) == [5, 10]
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_0000010"
     found = {name: checkpoints.find_weights(tmp_path, weights=name).name for name in ("ema", "ema_0.9", "raw")}
     assert found == {"ema": "ema_0.999.safetensors", "ema_0.9": "ema_0.9.safetensors", "raw": "model.safetensors"}
     assert checkpoints.find_weights(tmp_path, step=5).parent.name == "step_0000005"

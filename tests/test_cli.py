@@ -9,12 +9,12 @@ import pytest
 from helpers import ROOT, python, user_error
 from safetensors import SafetensorError
 
-from vcagen import cli
 from vcagen.__main__ import JOBS
-from vcagen.config import Config, SampleConfig
-from vcagen.files import atomic_file, atomic_folder
-from vcagen.job_configs import EncodeConfig
-from vcagen.tables import nested
+from vcagen.config import command_line as cli
+from vcagen.config.job_options import EncodeConfig
+from vcagen.config.options import Config, SampleConfig
+from vcagen.paper.table import nested
+from vcagen.system.files import atomic_file, atomic_folder
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,18 @@ def _nothing():
     return nullcontext()
 
 
+CLI = "from vcagen.config import command_line as cli\n"
+
+
 def test_exit_codes():
     assert "nonsense: unknown job" in user_error("-m", "vcagen", "nonsense")
-    python("-c", "from vcagen import cli\ndef f(): raise KeyboardInterrupt\ncli.run(f)", code=130)
-    _, stderr = python("-c", "from vcagen import cli\ndef f(): 1 / 0\ncli.run(f)", code=1)
+    python("-c", CLI + "def f(): raise KeyboardInterrupt\ncli.run(f)", code=130)
+    _, stderr = python("-c", CLI + "def f(): 1 / 0\ncli.run(f)", code=1)
     assert "ZeroDivisionError" in stderr
     _, stderr = python(
-        "-c", "from vcagen import cli\ndef f(): raise ValueError('a\\nb')\ncli.run(f)", code=2, env={"RANK": "0"}
+        "-c",
+        CLI + "def f(): raise ValueError('a\\nb')\ncli.run(f)",
+        code=2,
+        env={"RANK": "0"},
     )
     assert stderr == "error: a b\n"

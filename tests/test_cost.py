@@ -7,13 +7,13 @@ import tiny
 import torch
 from helpers import ROOT, python
 
-from vcagen import build_training
 from vcagen.__main__ import JOBS
 from vcagen.build import build_cost, build_model
-from vcagen.config import ModelConfig, ObjectiveConfig
-from vcagen.cost import activation_bytes, measure, state_bytes
-from vcagen.latents import DataSpec
-from vcagen.tables import load_table, nested
+from vcagen.config.options import ModelConfig, ObjectiveConfig
+from vcagen.data.latents import DataSpec
+from vcagen.networks.cost import activation_bytes, measure, state_bytes
+from vcagen.paper.table import load_table, nested
+from vcagen.training import setup as build_training
 
 IMAGENET = DataSpec(4, 32, 32, 1000, (), 256, {})
 TABLES = {number: load_table(ROOT / "configs" / f"table{number}.yaml") for number in (2, 3, 4)}

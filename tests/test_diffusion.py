@@ -7,7 +7,7 @@ import torch
 from diffusers import DDPMScheduler
 from helpers import close, reference, reference_network, u
 
-from vcagen.diffusion import GaussianDiffusion, _log_probability_of_grey_level
+from vcagen.processes.diffusion import GaussianDiffusion, _log_probability_of_grey_level
 
 STORED = reference("dit")
 SHAPE = (4, 4, 8, 8)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import reference, u
 
-from vcagen.attention import ATTENTION
-from vcagen.dit import DIT_SIZES, DiT, TimestepEmbedder, parse_size, sincos_positions
+from vcagen.networks.attention import ATTENTION
+from vcagen.networks.dit import DIT_SIZES, DiT, TimestepEmbedder, parse_size, sincos_positions
 
 TINY = {"input_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 64, "depth": 3, "num_heads": 4}
 

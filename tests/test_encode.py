@@ -17,11 +17,11 @@ from helpers import image_folder, python, tiny_vae, torchrun, user_error
 from PIL import Image
 from safetensors import safe_open
 
-from vcagen.codec import LatentCodec, _load_vae
-from vcagen.encode import encode
-from vcagen.images import load_digits
-from vcagen.job_configs import EncodeConfig
-from vcagen.latents import LatentDataset
+from vcagen.config.job_options import EncodeConfig
+from vcagen.data.encode import encode
+from vcagen.data.images import load_digits
+from vcagen.data.latents import LatentDataset
+from vcagen.data.vae import LatentCodec, _load_vae
 
 torch.set_num_threads(1)
 
@@ -89,7 +89,7 @@ def encode_in_threads(config, count):
         with lock:  # diffusers cannot load in two threads at once
             return _load_vae(vae)
 
-    with mock.patch("vcagen.codec._load_vae", load):
+    with mock.patch("vcagen.data.vae._load_vae", load):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -210,7 +210,7 @@ def test_broken_files(config, tmp_path, count):
 
 
 def test_a_place_that_cannot_be_written_is_told_before_the_images_are_read(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("vcagen.encode.find_bad_images", None)
+    monkeypatch.setattr("vcagen.data.encode.find_bad_images", None)
     (tmp_path / "file").touch()
     (error,) = encode_in_threads(change(config, out=str(tmp_path / "file" / "latents")), 1)
     assert "cannot be written" in str(error)

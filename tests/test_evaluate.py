@@ -13,14 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vcagen.__main__ import main
-from vcagen.images import load_digits, to_uint8
-from vcagen.metrics.evaluate import Evaluator, count_name, evaluate_images
-from vcagen.metrics.features import InceptionFeatures, PixelFeatures
-from vcagen.metrics.scores import InceptionScore, frechet_distance, precision_recall
-from vcagen.metrics.sources import ImageSource, open_samples, result_path
-from vcagen.metrics.statistics import open_reference
-from vcagen.runs import read_run
-from vcagen.store import write_npz
+from vcagen.data.images import load_digits, to_uint8
+from vcagen.evaluation.evaluate import Evaluator, count_name, evaluate_images
+from vcagen.evaluation.features import InceptionFeatures, PixelFeatures
+from vcagen.evaluation.image_source import ImageSource, open_samples, result_path
+from vcagen.evaluation.reference import open_reference
+from vcagen.evaluation.scores import InceptionScore, frechet_distance, precision_recall
+from vcagen.paper.run_results import read_run
+from vcagen.sampling.image_store import write_npz
 
 
 def source_of(images):
@@ -245,9 +245,9 @@ PROCESSES = """
 import json, sys
 import torch
 from accelerate import PartialState
-from vcagen.metrics.evaluate import Evaluator
-from vcagen.metrics.features import Features, PixelFeatures
-from vcagen.metrics.statistics import open_reference
+from vcagen.evaluation.evaluate import Evaluator
+from vcagen.evaluation.features import Features, PixelFeatures
+from vcagen.evaluation.reference import open_reference
 
 state = PartialState(cpu=True)
 assert state.num_processes == int(sys.argv[2]), state.num_processes
@@ -486,10 +486,10 @@ def test_one_line_and_exit_code_2(tmp_path):
 MEMORY = """
 import resource, sys
 import torch
-from vcagen.metrics.evaluate import evaluate_images
-from vcagen.metrics.features import PixelFeatures
-from vcagen.metrics.sources import open_samples
-from vcagen.metrics.statistics import open_reference
+from vcagen.evaluation.evaluate import evaluate_images
+from vcagen.evaluation.features import PixelFeatures
+from vcagen.evaluation.image_source import open_samples
+from vcagen.evaluation.reference import open_reference
 
 torch.set_num_threads(1)
 extractor = PixelFeatures()

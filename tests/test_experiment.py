@@ -12,10 +12,10 @@ import pytest
 import yaml
 from helpers import ENV, ROOT
 
-from vcagen import experiment
 from vcagen.__main__ import main
-from vcagen.experiment import missing_commands, run_experiment
-from vcagen.tables import load_table
+from vcagen.paper import sweep as experiment
+from vcagen.paper.sweep import missing_commands, run_experiment
+from vcagen.paper.table import load_table
 
 FAKE = """
 import os, sys, time
@@ -94,8 +94,9 @@ def test_a_failure_is_told_and_stops_the_others(tmp_path, scripts, table):
 def test_sigterm_stops_the_commands(tmp_path, scripts, table):
     scripts("(Path(__file__).parent / 'pid').write_text(str(os.getpid()))\ntime.sleep(60)")
     code = (
-        "import sys; from pathlib import Path; from vcagen import cli, experiment\n"
-        "from vcagen.tables import load_table\n"
+        "import sys; from pathlib import Path; from vcagen.config import command_line as cli\n"
+        "from vcagen.paper import sweep as experiment\n"
+        "from vcagen.paper.table import load_table\n"
         "experiment.SCRIPTS = Path(sys.argv[1])\n"
         "table = load_table(sys.argv[1] + '/table.yaml')\n"
         "cli.run(lambda: experiment.run_experiment(table, sys.argv[1] + '/runs'))"

@@ -11,14 +11,14 @@ from helpers import random_pictures
 from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 from torch_fidelity.utils import create_feature_extractor
 
-from vcagen.files import sha256
-from vcagen.metrics.features import (
+from vcagen.evaluation.features import (
     InceptionFeatures,
     PixelFeatures,
     _downloaded_weights,
     full_precision,
     load_extractor,
 )
+from vcagen.system.files import sha256
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import close, reference, reference_network, u
 
-from vcagen.flow import DIFFUSION_FORMS, LinearInterpolant
+from vcagen.processes.flow import DIFFUSION_FORMS, LinearInterpolant
 
 STORED = reference("sit")
 SHAPE = (4, 4, 8, 8)

@@ -8,9 +8,9 @@ import torch
 from helpers import draw, u
 from torchdiffeq._impl.odeint import SOLVERS
 
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.flow import DIFFUSION_FORMS, LinearInterpolant
-from vcagen.samplers import (
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import DIFFUSION_FORMS, LinearInterpolant
+from vcagen.processes.samplers import (
     ADAPTIVE_METHODS,
     FIXED_METHODS,
     LAST_STEPS,

@@ -9,9 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from vcagen import codec, watch
-from vcagen.config import SamplingConfig
-from vcagen.generate import (
+from vcagen.config.options import SamplingConfig
+from vcagen.data import vae as codec
+from vcagen.data.images import to_uint8
+from vcagen.processes import watch
+from vcagen.sampling.image_store import SampleStore
+from vcagen.sampling.noise import (
     LabelRule,
     SeededNoise,
     generate_images,
@@ -19,8 +22,6 @@ from vcagen.generate import (
     resolve_sampling,
     share,
 )  # fmt: skip
-from vcagen.images import to_uint8
-from vcagen.store import SampleStore
 
 SHAPE = (3, 8, 8)
 
@@ -69,7 +70,7 @@ def test_noise_drawn_ahead_is_the_same(monkeypatch):
     noise, x = SeededNoise(7), torch.zeros(3, *SHAPE)
     plain = noise.randn_like([4, 1, 2])
     expected = [plain(x) for _ in range(4)]
-    monkeypatch.setattr("vcagen.generate._draws_ahead", lambda device: True)
+    monkeypatch.setattr("vcagen.sampling.noise._draws_ahead", lambda device: True)
     ahead, other = noise.randn_like([4, 1, 2]), noise.randn_like([0, 1, 2])
     for value in expected:
         other(x)
@@ -287,7 +288,7 @@ def test_npz_is_what_adm_reads(tmp_path, png):
 @pytest.mark.parametrize(("first", "then"), [({}, {"npz": True}), ({}, {"png": False, "npz": True}),
                                              ({"png": False, "npz": True}, {})])  # fmt: skip
 def test_another_form_is_copied(tmp_path, monkeypatch, first, then, finished):
-    monkeypatch.setattr("vcagen.store.PREVIEW", 2)
+    monkeypatch.setattr("vcagen.sampling.image_store.PREVIEW", 2)
     generate(a_store(tmp_path / "a"))
     expected = a_store(tmp_path / "a").read(range(10))
     store = a_store(tmp_path / "b", **first)
@@ -309,7 +310,7 @@ def test_another_form_is_copied(tmp_path, monkeypatch, first, then, finished):
 @pytest.mark.parametrize("then", [{"png": False, "npz": True}, {}])
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "garbage"])
 def test_a_damaged_npz_is_made_again(tmp_path, monkeypatch, then, damage):
-    monkeypatch.setattr("vcagen.store.PREVIEW", 2)
+    monkeypatch.setattr("vcagen.sampling.image_store.PREVIEW", 2)
     store = a_store(tmp_path / "a", png=False, npz=True)
     generate(store)
     store.finish()
@@ -355,7 +356,7 @@ class Collected:
 
 @pytest.mark.parametrize("options", [{}, {"png": False, "npz": True}, {"png": False}])
 def test_images_are_scored_as_they_are_made_and_afterwards(tmp_path, monkeypatch, options):
-    monkeypatch.setattr("vcagen.store.PREVIEW", 4)
+    monkeypatch.setattr("vcagen.sampling.image_store.PREVIEW", 4)
     generate(a_store(tmp_path / "a"))
     expected = a_store(tmp_path / "a").read(range(10))
     store, scores = a_store(tmp_path / "b", **options), Collected()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import close, draw, reference, reference_network, u
 
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.flow import LinearInterpolant
-from vcagen.samplers import ddpm_sample, ode_sample, sde_sample, with_cfg
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import LinearInterpolant
+from vcagen.processes.samplers import ddpm_sample, ode_sample, sde_sample, with_cfg
 
 DIT = reference("dit")
 DIFFUSION, FLOW = GaussianDiffusion(), LinearInterpolant()

@@ -8,8 +8,8 @@ import torch
 from helpers import image_folder, reference
 from PIL import Image
 
-from vcagen.config import ImageConfig
-from vcagen.images import (
+from vcagen.config.options import ImageConfig
+from vcagen.data.images import (
     center_crop,
     find_bad_images,
     folder_pixels,

@@ -11,12 +11,12 @@ from helpers import image_folder, tiny_vae
 from torch.utils.data import DataLoader
 
 from vcagen.bench.data import _write_latents, main
-from vcagen.codec import LatentCodec, NonFiniteError
-from vcagen.config import CodecConfig, DataConfig, ImageConfig
-from vcagen.encode import encode
-from vcagen.images import folder_pixels, from_uint8, scan_images, to_uint8
-from vcagen.job_configs import EncodeConfig
-from vcagen.latents import DataSpec, ImageDataset, LatentDataset, keep, latent_std, open_dataset
+from vcagen.config.job_options import EncodeConfig
+from vcagen.config.options import CodecConfig, DataConfig, ImageConfig
+from vcagen.data.encode import encode
+from vcagen.data.images import folder_pixels, from_uint8, scan_images, to_uint8
+from vcagen.data.latents import DataSpec, ImageDataset, LatentDataset, keep, latent_std, open_dataset
+from vcagen.data.vae import LatentCodec, NonFiniteError
 
 torch.set_num_threads(1)
 
@@ -351,7 +351,7 @@ def test_incomplete_and_foreign_sets_are_refused(shards, images, vae, tmp_path):
 
 
 def test_open_shards_needs_no_vae(shards, monkeypatch):
-    monkeypatch.setattr("vcagen.codec._load_vae", lambda vae: pytest.fail("the VAE was loaded"))
+    monkeypatch.setattr("vcagen.data.vae._load_vae", lambda vae: pytest.fail("the VAE was loaded"))
     dataset, codec = open_dataset(DataConfig(path=str(shards)), CodecConfig())
     moments, _ = dataset.__getitems__([(0, False), (12, True)])
     assert codec.sample(moments, torch.zeros(2, 4, 4, 4)).dtype == torch.float32

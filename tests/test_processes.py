@@ -152,7 +152,7 @@ def test_a_rank_that_raises_ends_the_others(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
         "import os, sys\n"
-        "from vcagen import build_training, trainer\n"
+        "from vcagen.training import setup as build_training, trainer\n"
         "step = trainer.Trainer.train_step\n"
         "def fail(self, *batch):\n"
         "    if os.environ['RANK'] == '1' and self.step == 3: raise RuntimeError('broken')\n"

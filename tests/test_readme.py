@@ -11,9 +11,10 @@ import torch
 from helpers import ROOT, image_folder, python, readme_block, tiny_vae
 from PIL import Image
 
-from vcagen import __main__, cli
-from vcagen.config import Config
-from vcagen.dit import DiT
+from vcagen import __main__
+from vcagen.config import command_line as cli
+from vcagen.config.options import Config
+from vcagen.networks.dit import DiT
 
 
 @pytest.fixture

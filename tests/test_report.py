@@ -12,15 +12,15 @@ from helpers import ROOT
 from PIL import Image
 
 from vcagen.__main__ import main
-from vcagen.build_report import DigitAccuracy, report_table
-from vcagen.cost import Cost
-from vcagen.generate import SeededNoise
-from vcagen.images import load_digits
-from vcagen.metrics.classifier import DigitClassifier
-from vcagen.plots import plot_losses
-from vcagen.report import compare, differing_options, table_text, table_values
-from vcagen.runs import read_run
-from vcagen.tables import load_table
+from vcagen.data.images import load_digits
+from vcagen.networks.cost import Cost
+from vcagen.paper.comparison import compare, differing_options, table_text, table_values
+from vcagen.paper.digits import DigitClassifier
+from vcagen.paper.plots import plot_losses
+from vcagen.paper.report import DigitAccuracy, report_table
+from vcagen.paper.run_results import read_run
+from vcagen.paper.table import load_table
+from vcagen.sampling.noise import SeededNoise
 
 SHA = {name: name * 16 for name in ("ref1", "ref2", "inc1", "vae1", "vae2")}
 SCORES = {"dit": 70.5, "dit-vca": 65.25, "sit": 60.0, "sit-vca": 61.5}

@@ -18,11 +18,13 @@ import torch
 from helpers import ROOT, python, tiny_vae, torchrun, user_error
 from PIL import Image
 
-from vcagen import checkpoints, samplers
 from vcagen.build import build_model, load_run
-from vcagen.codec import LatentCodec
-from vcagen.config import CodecConfig, Config, ModelConfig, ObjectiveConfig, SamplingConfig
-from vcagen.latents import DataSpec
+from vcagen.config.options import CodecConfig, Config, ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.data.latents import DataSpec
+from vcagen.data.vae import LatentCodec
+from vcagen.networks import weights as checkpoints
+from vcagen.processes import samplers
+from vcagen.system.run_folder import checkpoint_folder
 
 SETTINGS = ("--num_images", "10", "--batch", "4", "--num_steps", "5")
 
@@ -45,7 +47,7 @@ def tiny_run(folder, objective="diffusion", *, width=16, dropout=0.1, sampling=N
     if nan:
         state["final_layer.linear.bias"][0] = float("nan")
     metadata = {"format": 1, "config": asdict(config), "data": data.to_dict(), "step": 10, "ema_decay": 0.9999}
-    where = checkpoints.checkpoint_folder(folder, 10)
+    where = checkpoint_folder(folder, 10)
     where.mkdir(parents=True)
     checkpoints.save_weights(where / "ema_0.9999.safetensors", state, metadata)
     raw = {name: 0.9 * value for name, value in state.items()}
@@ -309,7 +311,7 @@ def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):
 
 def test_an_output_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, monkeypatch):
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
-    monkeypatch.setattr("vcagen.metrics.features.load_extractor", lambda *_, **__: pytest.fail("work has begun"))
+    monkeypatch.setattr("vcagen.evaluation.features.load_extractor", lambda *_, **__: pytest.fail("work has begun"))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file/.*cannot be written \(Not a directory\)"):
         sample("--run", run, "--out", tmp_path / "file", *SETTINGS, *reference)
@@ -464,7 +466,7 @@ def test_twenty_kills(tmp_path):
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
     args = ["--run", run, *SETTINGS, *reference, "--num_images", 60, "--num_steps", 50, "--npz", "true", "--out"]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vcagen.build", "vcagen.metrics.evaluate", "test_sample"])
+    context.set_forkserver_preload(["vcagen.build", "vcagen.evaluation.evaluate", "test_sample"])
 
     def start(out):
         process = context.Process(target=_sample_quietly, args=([*args, out],))

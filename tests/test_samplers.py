@@ -10,9 +10,9 @@ from helpers import close, draw, no_noise, reference, reference_network, u
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vcagen.bench import samplers as bench
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.flow import LinearInterpolant
-from vcagen.samplers import (
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import LinearInterpolant
+from vcagen.processes.samplers import (
     ADAPTIVE_METHODS,
     SAMPLERS,
     ddim_sample,
@@ -21,7 +21,7 @@ from vcagen.samplers import (
     sde_sample,
     with_cfg,
 )
-from vcagen.watch import NonFiniteError
+from vcagen.processes.watch import NonFiniteError
 
 DIT, SIT = reference("dit"), reference("sit")
 DIFFUSION, FLOW = GaussianDiffusion(), LinearInterpolant()

@@ -10,7 +10,7 @@ from torch_fidelity.metric_fid import fid_statistics_to_metric
 from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 
-from vcagen.metrics.scores import InceptionScore, frechet_distance, precision_recall
+from vcagen.evaluation.scores import InceptionScore, frechet_distance, precision_recall
 
 
 def randn(*shape, seed=0):
@@ -188,7 +188,7 @@ def test_precision_recall_equals_torch_fidelity(monkeypatch):
     found = precision_recall(reference, samples)
     assert tuple(np.float32(found)) == tuple(np.float32(expected))
     assert precision_recall(samples, reference) == found[::-1]
-    monkeypatch.setattr("vcagen.metrics.scores._BLOCK", 37)
+    monkeypatch.setattr("vcagen.evaluation.scores._BLOCK", 37)
     assert precision_recall(reference, samples) == found
 
 

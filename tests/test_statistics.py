@@ -9,11 +9,10 @@ import torch
 from helpers import damaged_npz, image_folder, random_pictures
 from PIL import Image
 
-from vcagen.images import load_digits, read_image
-from vcagen.metrics.features import Features, InceptionFeatures, PixelFeatures, load_extractor
-from vcagen.metrics.scores import frechet_distance
-from vcagen.metrics.sources import open_npz
-from vcagen.metrics.statistics import (
+from vcagen.data.images import load_digits, read_image
+from vcagen.evaluation.features import Features, InceptionFeatures, PixelFeatures, load_extractor
+from vcagen.evaluation.image_source import open_npz
+from vcagen.evaluation.reference import (
     FeatureStatistics,
     Moments,
     image_digests,
@@ -21,7 +20,8 @@ from vcagen.metrics.statistics import (
     open_reference,
     save_statistics,
 )
-from vcagen.store import write_npz
+from vcagen.evaluation.scores import frechet_distance
+from vcagen.sampling.image_store import write_npz
 
 
 def close(a, b, rel=1e-10):
@@ -177,7 +177,7 @@ def test_folder_reference_is_cropped_as_training_images(tmp_path):
 def test_so_many_rows_of_a_folder_are_kept(tmp_path, monkeypatch):
     image_folder(tmp_path / "data", {"a": 6})
     every = open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False).rows
-    monkeypatch.setattr("vcagen.metrics.statistics.REFERENCE_ROWS", 3)
+    monkeypatch.setattr("vcagen.evaluation.reference.REFERENCE_ROWS", 3)
     assert torch.equal(open_reference(str(tmp_path / "data"), PixelFeatures(), progress=False).rows, every[::2])
 
 
@@ -276,7 +276,7 @@ def test_features_beside_stored_statistics_are_measured_once(tmp_path, monkeypat
         measured.append(1)
         return measure(*args)
 
-    monkeypatch.setattr("vcagen.metrics.statistics.measure", counted)
+    monkeypatch.setattr("vcagen.evaluation.reference.measure", counted)
     first, second = (open_reference(path, extractor, progress=False).rows for _ in range(2))
     assert torch.equal(first, second)
     assert len(measured) == 1

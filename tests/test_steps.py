@@ -2,9 +2,9 @@
 
 import torch
 
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.flow import LinearInterpolant
-from vcagen.steps import StepSampler, draw, hashed_seed
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import LinearInterpolant
+from vcagen.training.randomness import StepSampler, draw, hashed_seed
 
 
 def test_epochs_are_permutations():

@@ -15,12 +15,13 @@ from accelerate.state import AcceleratorState
 from helpers import image_folder
 from safetensors.torch import load_file
 
-from vcagen import build_training
-from vcagen.checkpoints import list_checkpoints, read_metadata, save_weights
-from vcagen.ema import EMA
-from vcagen.latents import ImageDataset
-from vcagen.trainer import local_part
-from vcagen.training_state import prune_checkpoints, remove_leftovers
+from vcagen.data.latents import ImageDataset
+from vcagen.networks.weights import read_metadata, save_weights
+from vcagen.system.run_folder import list_checkpoints
+from vcagen.training import setup as build_training
+from vcagen.training.checkpoint import prune_checkpoints, remove_leftovers
+from vcagen.training.ema import EMA
+from vcagen.training.trainer import local_part
 
 
 @pytest.mark.parametrize("objective", ["flow", "diffusion"])
@@ -139,7 +140,7 @@ def test_first_loss_of_a_new_network_is_the_power_of_the_noise(tmp_path):
 
 
 def test_loss_falls_on_one_fixed_batch(tmp_path, monkeypatch):
-    from vcagen import trainer as module
+    from vcagen.training import trainer as module
 
     draw = module.draw
     monkeypatch.setattr(module, "draw", lambda seed, step, *rest: draw(seed, 0, *rest))

@@ -6,7 +6,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vcagen import build_training
+from vcagen.training import setup as build_training
 
 
 @pytest.fixture(autouse=True)

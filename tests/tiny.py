@@ -4,9 +4,10 @@ import json
 
 from safetensors.torch import load_file
 
-from vcagen import build_training, cli
-from vcagen.config import Config
-from vcagen.tables import nested
+from vcagen.config import command_line as cli
+from vcagen.config.options import Config
+from vcagen.paper.table import nested
+from vcagen.training import setup as build_training
 
 OPTIONS = {
     "objective.name": "flow",

@@ -8,15 +8,15 @@ import sys
 
 def encode(args: list[str]) -> None:
     """Images to latent shards, once, before training."""
-    from vcagen import cli
-    from vcagen.job_configs import EncodeConfig
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import EncodeConfig
 
     config = cli.parse(EncodeConfig, args, prog="python -m vcagen encode", positional="images")
 
     from accelerate.utils import gather_object
 
     from vcagen.build import build_accelerator
-    from vcagen.encode import encode as encode_images
+    from vcagen.data.encode import encode as encode_images
 
     accelerator = build_accelerator(patient=True)
     encode_images(
@@ -31,11 +31,11 @@ def encode(args: list[str]) -> None:
 
 def stats(args: list[str]) -> None:
     """Reference statistics of real images."""
-    from vcagen import cli
-    from vcagen.files import check_writable
-    from vcagen.job_configs import StatsConfig
-    from vcagen.metrics.features import load_extractor
-    from vcagen.metrics.statistics import open_reference, save_statistics
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import StatsConfig
+    from vcagen.evaluation.features import load_extractor
+    from vcagen.evaluation.reference import open_reference, save_statistics
+    from vcagen.system.files import check_writable
 
     config = cli.parse(StatsConfig, args, prog="python -m vcagen stats", positional="images")
     check_writable(config.out)
@@ -53,13 +53,13 @@ def stats(args: list[str]) -> None:
 
 def evaluate(args: list[str]) -> None:
     """FID, sFID, IS, precision and recall of a folder or .npz of samples."""
-    from vcagen import cli
-    from vcagen.files import check_writable, write_json
-    from vcagen.job_configs import EvaluateConfig
-    from vcagen.metrics.evaluate import evaluate_images
-    from vcagen.metrics.features import load_extractor
-    from vcagen.metrics.sources import open_samples, result_path, sample_facts, sample_manifest
-    from vcagen.metrics.statistics import check_reference_path, open_reference
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import EvaluateConfig
+    from vcagen.evaluation.evaluate import evaluate_images
+    from vcagen.evaluation.features import load_extractor
+    from vcagen.evaluation.image_source import open_samples, result_path, sample_facts, sample_manifest
+    from vcagen.evaluation.reference import check_reference_path, open_reference
+    from vcagen.system.files import check_writable, write_json
 
     config = cli.parse(EvaluateConfig, args, prog="python -m vcagen evaluate", positional="samples")
     check_reference_path(config.reference)
@@ -91,17 +91,17 @@ def cost(args: list[str]) -> None:
     """Parameters and multiply-adds, of a table of the paper or of one network."""
     from dataclasses import replace
 
-    from vcagen import cli
-    from vcagen.config import Config
-    from vcagen.job_configs import CostConfig
-    from vcagen.tables import Latents, Row, load_table
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import CostConfig
+    from vcagen.config.options import Config
+    from vcagen.paper.table import Latents, Row, load_table
 
     config = cli.parse(CostConfig, args, prog="python -m vcagen cost", positional="table")
 
     from vcagen.build import build_cost
-    from vcagen.build_report import data_spec
-    from vcagen.cost import cost_table
-    from vcagen.files import write_json
+    from vcagen.jobs.cost import cost_table
+    from vcagen.paper.report import data_spec
+    from vcagen.system.files import write_json
 
     if config.table is None:
         name = f"{config.objective.name} {config.model.size} {config.model.attention}"
@@ -123,14 +123,14 @@ def report(args: list[str]) -> None:
     """A table of the paper with our scores beside the published ones, or one run."""
     from pathlib import Path
 
-    from vcagen import cli
-    from vcagen.job_configs import ReportConfig
-    from vcagen.tables import load_table
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import ReportConfig
+    from vcagen.paper.table import load_table
 
     config = cli.parse(ReportConfig, args, prog="python -m vcagen report", positional="source")
     table = None if Path(config.source).is_dir() else load_table(config.source)
 
-    from vcagen.build_report import report_run, report_table
+    from vcagen.paper.report import report_run, report_table
 
     if table is None:
         out = config.out or config.source
@@ -146,17 +146,17 @@ def experiment(args: list[str]) -> None:
     """Train, sample and report all runs of a table, such as configs/miniature.yaml."""
     from pathlib import Path
 
-    from vcagen import cli
-    from vcagen.job_configs import ExperimentConfig
-    from vcagen.tables import load_table
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import ExperimentConfig
+    from vcagen.paper.table import load_table
 
     config = cli.parse(ExperimentConfig, args, prog="python -m vcagen experiment", positional="table")
     given = {"train.steps": config.steps, "sampling.num_images": config.num_images}
     options = {key: value for key, value in given.items() if value is not None}
     table = load_table(config.table, seeds=config.seeds, options=options)
 
-    from vcagen.build_report import report_table
-    from vcagen.experiment import run_experiment
+    from vcagen.paper.report import report_table
+    from vcagen.paper.sweep import run_experiment
 
     run_experiment(table, config.runs, jobs=config.jobs)
     out = config.out or f"{config.runs}/report"
@@ -184,10 +184,10 @@ def bench(args: list[str]) -> None:
 
 def inspect(args: list[str]) -> None:
     """What a run or a weights file holds."""
-    from vcagen import cli
-    from vcagen.describe import describe, table
-    from vcagen.files import write_json
-    from vcagen.job_configs import InspectConfig
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import InspectConfig
+    from vcagen.jobs.inspect import describe, table
+    from vcagen.system.files import write_json
 
     config = cli.parse(InspectConfig, args, prog="python -m vcagen inspect", positional="path")
     description = describe(config.path)
@@ -201,8 +201,9 @@ def inspect(args: list[str]) -> None:
 
 def export(args: list[str]) -> None:
     """One weights file of a run, to give away."""
-    from vcagen import checkpoints, cli
-    from vcagen.job_configs import ExportConfig
+    from vcagen.config import command_line as cli
+    from vcagen.config.job_options import ExportConfig
+    from vcagen.networks import weights as checkpoints
 
     config = cli.parse(ExportConfig, args, prog="python -m vcagen export", positional="run")
     source = checkpoints.export_weights(config.run, config.out, weights=config.weights, step=config.step)
@@ -230,6 +231,6 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from vcagen import cli
+    from vcagen.config import command_line as cli
 
     cli.run(lambda: main(sys.argv[1:]))

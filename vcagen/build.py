@@ -16,18 +16,19 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
-from vcagen import checkpoints, cli
-from vcagen.codec import DEFAULT_VAE, LatentCodec
-from vcagen.config import Config, ModelConfig, ObjectiveConfig, SamplingConfig
-from vcagen.cost import Cost, measure
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.dit import DIT_SIZES, DiT, parse_size
-from vcagen.files import sha256
-from vcagen.flow import LinearInterpolant
-from vcagen.generate import Sampler
-from vcagen.latents import DataSpec, codec_options
-from vcagen.samplers import SAMPLERS, RandnLike, draws_noise, sampler_options, with_cfg
-from vcagen.watch import Progress
+from vcagen.config import command_line as cli
+from vcagen.config.options import Config, ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.data.latents import DataSpec, codec_options
+from vcagen.data.vae import DEFAULT_VAE, LatentCodec
+from vcagen.networks import weights as checkpoints
+from vcagen.networks.cost import Cost, measure
+from vcagen.networks.dit import DIT_SIZES, DiT, parse_size
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import LinearInterpolant
+from vcagen.processes.samplers import SAMPLERS, RandnLike, draws_noise, sampler_options, with_cfg
+from vcagen.processes.watch import Progress
+from vcagen.sampling.noise import Sampler
+from vcagen.system.files import sha256
 
 
 def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
@@ -251,7 +252,7 @@ def build_sampler(
     """The sampler of resolved settings: noise and labels to latents and the number of network calls.
 
     Args:
-        settings: from `vcagen.generate.resolve_sampling`.
+        settings: from `vcagen.sampling.noise.resolve_sampling`.
         null_label: of the network, which may come wrapped.
         bf16: autocast of the network; the state stays in float32.
 

@@ -1,1 +1,1 @@
-"""Benchmarks, one file each: python -m vcagen bench NAME."""
+"""One question about speed a file: vcagen bench NAME."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vcagen.dit import DiT, parse_size
+from vcagen.networks.dit import DiT, parse_size
 
 
 def dit_s2() -> DiT:

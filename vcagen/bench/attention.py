@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vcagen import cli
-from vcagen.attention import VisualContrastAttention, make_attention
 from vcagen.bench._timing import in_turns, open_device, ratio
-from vcagen.files import write_json
-from vcagen.tables import markdown
+from vcagen.config import command_line as cli
+from vcagen.networks.attention import VisualContrastAttention, make_attention
+from vcagen.paper.table import markdown
+from vcagen.system.files import write_json
 
 HEAD_DIM = 64
 
@@ -87,7 +87,7 @@ def main(args: list[str]) -> None:
     if config.json is not None:
         write_json(config.json, {**asdict(config), "threads": torch.get_num_threads(), "rows": rows})
     if config.plot is not None:
-        from vcagen.plots import plot_speed
+        from vcagen.paper.plots import plot_speed
 
         plot_speed(Path(config.plot), rows)
 

@@ -17,14 +17,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from vcagen import cli
 from vcagen.bench._networks import dit_s2, sd_vae
 from vcagen.bench._timing import fastest, seconds_of
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.encode import write_shard
-from vcagen.files import write_json
-from vcagen.images import Pixels, center_crop, read_pixels
-from vcagen.latents import Item, LatentDataset, keep
+from vcagen.config import command_line as cli
+from vcagen.data.encode import write_shard
+from vcagen.data.images import Pixels, center_crop, read_pixels
+from vcagen.data.latents import Item, LatentDataset, keep
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.system.files import write_json
 
 SHARD_SIZE = 4096
 CPU = torch.device("cpu")

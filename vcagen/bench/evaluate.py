@@ -13,13 +13,13 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from vcagen import cli
 from vcagen.bench._timing import fastest, open_device
-from vcagen.files import write_json
-from vcagen.metrics.features import InceptionFeatures
-from vcagen.metrics.scores import frechet_distance
-from vcagen.metrics.sources import open_samples
-from vcagen.metrics.statistics import measure
+from vcagen.config import command_line as cli
+from vcagen.evaluation.features import InceptionFeatures
+from vcagen.evaluation.image_source import open_samples
+from vcagen.evaluation.reference import measure
+from vcagen.evaluation.scores import frechet_distance
+from vcagen.system.files import write_json
 
 
 @dataclass(frozen=True)

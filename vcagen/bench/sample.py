@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vcagen import cli
 from vcagen.bench._networks import sd_vae
 from vcagen.bench._timing import open_device, seconds_of
 from vcagen.build import build_model, build_objective, build_sampler
-from vcagen.codec import LatentCodec
-from vcagen.config import ModelConfig, ObjectiveConfig, SamplingConfig
-from vcagen.files import write_json
-from vcagen.generate import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
-from vcagen.latents import DataSpec
-from vcagen.metrics.evaluate import Evaluator
-from vcagen.metrics.features import PixelFeatures
-from vcagen.store import SampleStore
+from vcagen.config import command_line as cli
+from vcagen.config.options import ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.data.latents import DataSpec
+from vcagen.data.vae import LatentCodec
+from vcagen.evaluation.evaluate import Evaluator
+from vcagen.evaluation.features import PixelFeatures
+from vcagen.sampling.image_store import SampleStore
+from vcagen.sampling.noise import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
+from vcagen.system.files import write_json
 
 
 @dataclass(frozen=True)

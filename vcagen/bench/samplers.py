@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vcagen import cli
 from vcagen.bench._networks import dit_s2
 from vcagen.bench._timing import fastest, open_device
-from vcagen.diffusion import GaussianDiffusion
-from vcagen.files import write_json
-from vcagen.flow import DIFFUSION_FORMS, LinearInterpolant
-from vcagen.samplers import ddim_sample, ddpm_sample, ode_sample, sde_sample, with_cfg
+from vcagen.config import command_line as cli
+from vcagen.processes.diffusion import GaussianDiffusion
+from vcagen.processes.flow import DIFFUSION_FORMS, LinearInterpolant
+from vcagen.processes.samplers import ddim_sample, ddpm_sample, ode_sample, sde_sample, with_cfg
+from vcagen.system.files import write_json
 
 
 @dataclass(frozen=True)

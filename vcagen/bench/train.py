@@ -14,16 +14,16 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
-from vcagen import cli
 from vcagen.bench._timing import in_turns, open_device, ratio
 from vcagen.bench.data import write_latents
 from vcagen.build import build_accelerator, build_model, build_objective
-from vcagen.codec import LatentCodec
-from vcagen.config import CheckpointConfig, LogConfig, ModelConfig, ObjectiveConfig, TrainConfig
-from vcagen.files import write_json
-from vcagen.latents import LatentDataset
-from vcagen.tables import markdown
-from vcagen.trainer import Trainer
+from vcagen.config import command_line as cli
+from vcagen.config.options import CheckpointConfig, LogConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from vcagen.data.latents import LatentDataset
+from vcagen.data.vae import LatentCodec
+from vcagen.paper.table import markdown
+from vcagen.system.files import write_json
+from vcagen.training.trainer import Trainer
 
 ITEMS = 1024
 CLASSES = 1000

@@ -1,0 +1,1 @@
+"""Every option, and how a command line becomes one; imports no torch."""

@@ -1,0 +1,250 @@
+"""LatentCodec: pixels to latents and back, through a diffusers AutoencoderKL or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vcagen.data.images import from_uint8, to_uint8
+
+DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
+_CONFIG_DEFAULTS = {"in_channels": 3, "latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": None}
+
+
+class NonFiniteError(ValueError):
+    """Latents or images with NaN or infinity; `rows` are their positions in the batch."""
+
+    def __init__(self, what: str, rows: list[int]) -> None:
+        super().__init__(f"{what} of batch row {', '.join(map(str, rows))}: not finite")
+        self.rows = rows
+
+
+def _refuse_non_finite(x: Tensor, what: str) -> None:
+    finite = x.flatten(1).isfinite().all(1)
+    if not bool(finite.all()):
+        raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """The same kernels each time, in the VAE's own precision, whatever training or sampling has set around it."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+        ):
+            yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+class LatentCodec:
+    """Images in [-1, 1] (N, 3, H, W) to latents (N, C, H / downsample, W / downsample) and back.
+
+    Latents are (mean + std * noise - shift_factor) * scaling_factor, as in Latent Diffusion. The VAE's weights are
+    loaded by the first encode or decode; before that only its config is read, and with a description not even that.
+
+    Args:
+        vae: hub name or local folder of a diffusers AutoencoderKL, or "identity": latents are the pixels.
+        precision: of the VAE; moments, latents and images are float32 outside it.
+        tiling: encode and decode in tiles. slicing: one image at a time. Both save memory.
+        channels: image channels of the identity.
+        description: `description()` of the codec that is to be rebuilt; the VAE must then have the same weights.
+
+    Raises:
+        ValueError: the VAE cannot be had, is not an AutoencoderKL for RGB images, or has other weights.
+    """
+
+    def __init__(
+        self,
+        vae: str,
+        *,
+        precision: Literal["float32", "bfloat16"] = "float32",
+        tiling: bool = False,
+        slicing: bool = False,
+        device: str | torch.device = "cpu",
+        channels: int = 3,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        self.vae = vae
+        self.device = torch.device(device)
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._tiling, self._slicing = tiling, slicing
+        self._model: Any = None
+        if description is None:
+            description = _identity(channels) if vae == "identity" else _from_config(vae)
+        self._sha256: str | None = description["sha256"]
+        self.scaling_factor = float(description["scaling_factor"])
+        self.shift_factor = float(description["shift_factor"])
+        self.channels = int(description["channels"])
+        self.downsample = int(description["downsample"])
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any], *, vae: str | None = None, **options: Any) -> LatentCodec:
+        """Rebuild a codec from what travels with shards and weights; `vae`: where the VAE is now, if elsewhere."""
+        return cls(vae or description["vae"], description=description, **options)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether latents are pixels."""
+        return self.vae == "identity"
+
+    @property
+    def moment_channels(self) -> int:
+        """Channels of `moments`: 2C, or C for the identity."""
+        return self.channels if self.is_identity else 2 * self.channels
+
+    def description(self) -> dict[str, Any]:
+        """What identifies the codec, JSON-able. Loads the VAE's weights unless the codec was built from one."""
+        if not self.is_identity and self._sha256 is None:
+            self._load()
+        return {
+            "vae": self.vae,
+            "sha256": self._sha256,
+            "scaling_factor": self.scaling_factor,
+            "shift_factor": self.shift_factor,
+            "channels": self.channels,
+            "downsample": self.downsample,
+        }
+
+    def moments(self, images: Tensor) -> Tensor:
+        """Images (N, 3, H, W) in [-1, 1] to mean and log-variance (N, 2C, h, w), float32; identity: the images.
+
+        The moments are not scaled: `sample` does that.
+        """
+        assert images.ndim == 4, f"images (N, 3, H, W), got {tuple(images.shape)}"
+        if self.is_identity:
+            return images.float()
+        model = self._load()
+        with _exact(self.device):
+            posterior = model.encode(images.to(self.device, self._dtype)).latent_dist
+        moments: Tensor = posterior.parameters.float()
+        return moments
+
+    def sample(self, moments: Tensor, noise: Tensor) -> Tensor:
+        """Moments (N, 2C, h, w) and standard normal noise (N, C, h, w) to latents (N, C, h, w), float32.
+
+        The identity returns its moments.
+        """
+        assert moments.shape[1] == self.moment_channels, f"{self.moment_channels} channels, got {tuple(moments.shape)}"
+        if self.is_identity:
+            return moments.float()
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        std = torch.exp(0.5 * log_variance.clamp(-30, 20))
+        return (mean + std * noise - self.shift_factor) * self.scaling_factor
+
+    def decode(self, latents: Tensor, batch: int | None = None) -> Tensor:
+        """Latents (N, C, h, w) to uint8 images (N, 3, H, W), `batch` at once; identity: (N, C, H, W).
+
+        Raises:
+            NonFiniteError: NaN or infinity in latents or in decoded images; a ValueError that has the `rows`.
+        """
+        assert latents.shape[1] == self.channels, f"{self.channels} channels, got {tuple(latents.shape)}"
+        _refuse_non_finite(latents, "latent")
+        if self.is_identity:
+            return to_uint8(latents)
+        model = self._load()
+        parts = []
+        for part in torch.split(latents, batch or len(latents)):
+            unscaled = part.to(self.device).float() / self.scaling_factor + self.shift_factor
+            with _exact(self.device):
+                parts.append(model.decode(unscaled.to(self._dtype)).sample.float())
+        images = torch.cat(parts)
+        _refuse_non_finite(images, "decoded image")
+        return to_uint8(images)
+
+    def encode_uint8(self, pixels: Tensor) -> Tensor:
+        """`moments` of uint8 images (N, 3, H, W)."""
+        return self.moments(from_uint8(pixels.to(self.device)))
+
+    def verify(self) -> None:
+        """Load the VAE, so that another one than expected raises ValueError now."""
+        if not self.is_identity:
+            self._load()
+
+    def _load(self) -> Any:
+        if self._model is None:
+            model = _load_vae(self.vae)
+            found = _weights_sha256(model)
+            if self._sha256 not in (None, found):
+                raise ValueError(
+                    f"{self.vae}: another VAE than the latents were made with; its weights have SHA-256 "
+                    f"{found[:12]}, expected {str(self._sha256)[:12]}"
+                )
+            self._sha256 = found
+            if self._tiling:
+                model.enable_tiling()
+            if self._slicing:
+                model.enable_slicing()
+            if self._dtype == torch.bfloat16:
+                model = model.bfloat16()
+            self._model = model.to(self.device).eval()
+        return self._model
+
+
+def _identity(channels: int) -> dict[str, Any]:
+    return {"sha256": None, "scaling_factor": 1.0, "shift_factor": 0.0, "channels": channels, "downsample": 1}
+
+
+def _unavailable(vae: str, error: Exception) -> ValueError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ValueError(
+        f"{vae}: this VAE cannot be loaded ({reason}); name another hub name or local folder of a diffusers "
+        "AutoencoderKL by codec.vae or --vae"
+    )
+
+
+def _from_config(vae: str) -> dict[str, Any]:
+    """The facts in a VAE's config.json, with AutoencoderKL's own defaults."""
+    try:
+        if Path(vae).is_dir():
+            text = (Path(vae) / "config.json").read_text()
+        else:
+            from huggingface_hub import hf_hub_download
+
+            text = Path(hf_hub_download(vae, "config.json")).read_text()
+        config = {**_CONFIG_DEFAULTS, **json.loads(text)}
+    except Exception as error:  # no such folder, no network, no such repository: each library has its own class
+        raise _unavailable(vae, error) from error
+    kind = config.get("_class_name", "AutoencoderKL")
+    if kind != "AutoencoderKL" or config["in_channels"] != 3:
+        raise ValueError(f"{vae}: a {kind} of {config['in_channels']} channels; expected an AutoencoderKL of 3")
+    try:
+        return {
+            "sha256": None,
+            "scaling_factor": float(config["scaling_factor"]),
+            "shift_factor": float(config["shift_factor"] or 0.0),
+            "channels": int(config["latent_channels"]),
+            "downsample": 2 ** (len(config.get("block_out_channels", (64,))) - 1),
+        }
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{vae}: config.json is not that of an AutoencoderKL ({error})") from error
+
+
+def _load_vae(vae: str) -> Any:
+    """The AutoencoderKL in float32; a .bin file is read by diffusers with weights_only=True."""
+    from diffusers import AutoencoderKL
+
+    try:
+        return AutoencoderKL.from_pretrained(vae, torch_dtype=torch.float32)
+    except Exception as error:  # as in _from_config
+        raise _unavailable(vae, error) from error
+
+
+def _weights_sha256(model: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes and float32 values, so that it does not depend on the file format."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(value.shape)} ".encode())
+        digest.update(value.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()

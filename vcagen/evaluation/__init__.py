@@ -1,0 +1,1 @@
+"""Scores by the ADM protocol, with all they depend on."""

@@ -1,0 +1,1 @@
+"""Jobs whose options span rooms, one file a job."""

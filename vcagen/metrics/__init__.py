@@ -1,1 +1,0 @@
-"""Scores by the ADM protocol: features, statistics, distances, evaluation."""

@@ -1,0 +1,1 @@
+"""What is learned: torch modules, their cost, their weights on disk."""

@@ -1,0 +1,76 @@
+"""What a network costs: parameters, multiply-adds, bytes of training. Nothing is computed: meta tensors are enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vcagen.networks.attention import VisualContrastAttention
+from vcagen.networks.dit import DiT
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one image through a network."""
+
+    params: int
+    """Parameters, the fixed position table among them (as the DiT and VCA tables)."""
+    multiply_adds: int
+    """Multiply-adds of a forward pass as the paper's equations stand; the tables print them, in 1e9, as GFLOPs."""
+
+
+def measure(model: DiT) -> Cost:
+    """Cost of a network, on whatever device it is (meta is quickest).
+
+    Multiply-adds are counted with unfused attention, since the counter does not see inside fused attention on CPU.
+    """
+    parameter = next(model.parameters())
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*_inputs(model, 1, parameter.device, parameter.dtype))
+    return Cost(
+        sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2 + _spared_multiply_adds(model)
+    )
+
+
+def state_bytes(model: nn.Module, num_emas: int) -> int:
+    """Bytes that training holds between steps: float32 weights, gradients, both moments of AdamW, and each EMA."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters())
+    return 4 * (everything + 3 * trained + num_emas * everything)
+
+
+def activation_bytes(model: DiT, batch: int) -> int:
+    """Bytes that a float32 forward pass of `batch` images keeps for the backward pass."""
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # storages must not be freed, or their keys would come again
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    parameter = next(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*_inputs(model, batch, parameter.device, parameter.dtype))
+    return sum(kept.values())
+
+
+def _inputs(model: DiT, batch: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.zeros(batch, model.in_channels, *model.input_size, device=device, dtype=dtype)
+    return x, torch.zeros(batch, device=device), torch.zeros(batch, device=device, dtype=torch.int64)
+
+
+def _spared_multiply_adds(model: nn.Module) -> int:
+    """Those of the paper's Stage I, 4 n T D, beyond ours, 3 n T D: it applies both maps to v, we their difference."""
+    return sum(
+        module.num_contrast_tokens * module.num_tokens * module.num_heads * module.head_dim
+        for module in model.modules()
+        if isinstance(module, VisualContrastAttention) and module.stage1 == "contrast"
+    )

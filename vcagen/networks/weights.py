@@ -1,0 +1,322 @@
+"""Weights on disk: our runs and files, public DiT and SiT files. Works on state dicts, never builds a network.
+
+A checkpoint of a run is a folder `checkpoints/step_0000000/`, complete or absent, with `model.safetensors` (raw),
+`ema_DECAY.safetensors` (one a decay), `optimizer.safetensors` and `state.json`. Weights of ours carry the metadata
+{"format": 1, "config": ..., "data": ..., "step": ..., "ema_decay": ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vcagen.system.files import atomic_file
+from vcagen.system.run_folder import list_checkpoints
+
+PREFIXES = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put in front of every name."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights read from a file."""
+
+    state_dict: dict[str, Tensor]
+    name: str
+    """Which set of the file: ema, ema_DECAY, raw (beside an average), or weights (a file with one unnamed set)."""
+    metadata: dict[str, Any] | None = None
+    """Our metadata; None for files of others."""
+    args: dict[str, Any] | None = None
+    """The arguments that a public training script stored beside the weights."""
+
+
+# --- one file ---
+
+
+def save_weights(path: str | Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any]) -> None:
+    """Write safetensors with `metadata`, atomically; the same weights and metadata give the same bytes."""
+    # One key: safetensors writes several in no fixed order.
+    text = json.dumps(metadata, sort_keys=True)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary, metadata={"vcagen": text})
+
+
+def read_metadata(path: str | Path) -> dict[str, Any] | None:
+    """Our metadata of a safetensors file without reading its tensors; None for a file of others.
+
+    Raises:
+        ValueError: not a safetensors file, or metadata that is not ours to read.
+    """
+    with _safetensors(path) as file:
+        text = (file.metadata() or {}).get("vcagen")
+    if text is None:
+        return None
+    try:
+        metadata = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged metadata: {error}") from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path}: damaged metadata: a {type(metadata).__name__}; expected an object")
+    if metadata.get("format") != 1:
+        raise ValueError(f"{path}: weights of format {metadata.get('format')!r}; this version reads format 1")
+    if metadata.keys() == {"format"}:
+        raise ValueError(f"{path}: state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
+    kinds = {"config": dict, "data": dict, "step": int, "ema_decay": float | None}
+    for key, kind in kinds.items():
+        if key not in metadata or not isinstance(metadata[key], kind):
+            found = repr(metadata[key])[:40] if key in metadata else "missing"
+            raise ValueError(f"{path}: damaged metadata: {key}: {found}")
+    return metadata
+
+
+def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
+    """Read a weights file on the CPU: safetensors, or a .pt file, which may not run any code.
+
+    `module.` and `_orig_mod.` in front of all names are taken off. A file with several sets (`model` and `ema`, as the
+    public training scripts write) gives the average for `which="ema"` and the raw weights for `which="raw"`.
+
+    Raises:
+        ValueError: not a weights file, or one that would run code, or without the set asked for.
+        OSError: the file cannot be opened.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; a weights file is needed (a run folder is given as --run)")
+    if _is_safetensors(path):
+        metadata = read_metadata(path)
+        with _safetensors(path) as file:
+            state_dict = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return Weights(_strip(path, state_dict), _set_name(metadata), metadata)
+    content = _read_pickle(path)
+    if not isinstance(content, dict) or not content:
+        raise ValueError(f"{path}: holds a {type(content).__name__}; a dict of tensors is needed")
+    found, args = content, _args(content)
+    name = "weights"
+    if isinstance(content.get("ema"), dict) and which == "ema":
+        found, name = content["ema"], "ema"
+    elif isinstance(content.get("model"), dict):
+        found, name = content["model"], "raw"
+    elif isinstance(content.get("state_dict"), dict):
+        found = content["state_dict"]
+    elif isinstance(content.get("ema"), dict):
+        raise ValueError(f"{path}: holds averaged weights only; raw weights were asked for")
+    return Weights(_strip(path, found), name, None, args)
+
+
+def _is_safetensors(path: Path) -> bool:
+    """By content: eight bytes of length, then a JSON object."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def _safetensors(path: str | Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
+
+
+def _read_pickle(path: Path) -> Any:
+    """Tensors, plain containers and argparse.Namespace; anything else is refused before it runs."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            # Memory-mapped: the optimizer state beside the weights is never read.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = (
+            f"needs {name.group(1)}, which could run code; only tensors and plain values are read"
+            if name
+            else "damaged"
+        )
+        raise ValueError(f"{path}: not a weights file that can be read safely: {what}") from None
+    except Exception as error:  # a damaged file can fail anywhere in the unpickler
+        raise ValueError(
+            f"{path}: not a weights file: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+
+
+def _args(content: dict[str, Any]) -> dict[str, Any] | None:
+    args = content.get("args")
+    if isinstance(args, argparse.Namespace):
+        return vars(args)
+    return args if isinstance(args, dict) else None
+
+
+def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    wrong = [key for key, value in state_dict.items() if not (isinstance(key, str) and _is_weight(value))]
+    if wrong or not state_dict:
+        found = f"{few(wrong)} beside or instead of dense floating-point tensors" if wrong else "no tensors"
+        raise ValueError(
+            f"{path}: holds {found}; a state dict, or a dict with 'ema', 'model' or 'state_dict' is needed"
+        )
+    while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state_dict)), None):
+        state_dict = {key[len(prefix) :]: value for key, value in state_dict.items()}
+    return dict(state_dict)
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether this is a dense tensor of real floating-point numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.is_floating_point()
+        and not (value.is_nested or value.is_meta)
+    )
+
+
+def _set_name(metadata: dict[str, Any] | None) -> str:
+    if metadata is None:
+        return "weights"
+    decay = metadata.get("ema_decay")
+    return "raw" if decay is None else f"ema_{decay}"
+
+
+def few(names: list[Any], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
+
+
+# --- into a network ---
+
+
+def load_into(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load strictly, every name and every shape.
+
+    Public SiT files have twice the output channels and use the first half: where the network has half the channels of
+    the file, the first half of each patch position is kept, which is exact (rows of `final_layer.linear` are ordered
+    (patch, patch, channel)).
+
+    Raises:
+        ValueError: missing or extra names, or shapes that differ, with the likely cause.
+    """
+    wanted = model.state_dict()
+    state = dict(state_dict)
+    if missing := [key for key in wanted if key not in state]:
+        raise ValueError(f"weights: {few(missing)} missing{_likely(missing[0])}")
+    if extra := [key for key in state if key not in wanted]:
+        raise ValueError(f"weights: {few(extra)} not in the network{_likely(extra[0])}")
+    patch = "x_embedder.proj.weight"
+    for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
+        same_patch = key in wanted and wanted[patch].shape == state[patch].shape
+        if same_patch and state[key].shape[:1] == (2 * wanted[key].shape[0],):
+            positions = wanted[patch].shape[-1] ** 2
+            halves = state[key].reshape(positions, 2, -1, *state[key].shape[1:])  # (p * p, half, channel, D)
+            state[key] = halves[:, 0].flatten(0, 1)
+    _check_shapes(wanted, state)
+    model.load_state_dict(state, strict=True)
+
+
+def _check_shapes(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for key, value in wanted.items():
+        if state[key].shape != value.shape:
+            shapes = f"{tuple(state[key].shape)} in the file, {tuple(value.shape)} in the network"
+            raise ValueError(f"weights: {key}: {shapes}{_likely(key)}")
+
+
+CAUSES = {
+    r"^y_embedder": "another number of classes, or with and without a null label",
+    r"^pos_embed": "another image size or patch size",
+    r"^x_embedder": "another patch size, width or number of latent channels",
+    r"^final_layer\.linear": "another patch size or number of output channels",
+    r"lambda[12]|(positive|negative)_embedding|norm[12]\.weight": "another attention, or other options of it",
+    r"^blocks\.\d+": "another depth or width",
+    r"": "another width, or not a DiT or SiT",
+}
+
+
+def _likely(key: str) -> str:
+    return "; likely cause: " + next(cause for pattern, cause in CAUSES.items() if re.search(pattern, key))
+
+
+def architecture(state_dict: Mapping[str, Tensor]) -> dict[str, int | float]:
+    """What the shapes of a DiT state dict tell; the number of heads is not among it.
+
+    Returns hidden_size, depth, patch_size, in_channels, out_channels, num_labels (with the null label), mlp_ratio, and
+    grid (tokens a side) where the position table is stored.
+
+    Raises:
+        ValueError: not the names and shapes of a DiT.
+    """
+    try:
+        width, in_channels, patch, _ = state_dict["x_embedder.proj.weight"].shape
+        hidden = state_dict["blocks.0.mlp.fc1.weight"].shape[0]
+        rows = state_dict["final_layer.linear.weight"].shape[0]
+        labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
+        found: dict[str, int | float] = {
+            "hidden_size": width,
+            "depth": 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks.")),
+            "patch_size": patch,
+            "in_channels": in_channels,
+            "out_channels": rows // patch**2,
+            "num_labels": labels,
+            "mlp_ratio": hidden / width,
+        }
+        if "pos_embed" in state_dict:
+            found["grid"] = round(state_dict["pos_embed"].shape[-2] ** 0.5)
+    except KeyError as error:
+        raise ValueError(f"weights: {error.args[0]} missing; a DiT or SiT is needed") from None
+    except (ValueError, IndexError, ZeroDivisionError):
+        raise ValueError("weights: names or shapes that no DiT or SiT has") from None
+    return found
+
+
+# --- a run folder ---
+
+
+def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = None) -> Path:
+    """The weights file of a run: `weights` is ema (the first decay of the configuration), ema_DECAY or raw.
+
+    Raises:
+        ValueError: no checkpoint, no such step, or no such weights; the message names those there are.
+    """
+    checkpoints = list_checkpoints(run)
+    if not checkpoints:
+        raise ValueError(f"{run}: no checkpoints in it; a run folder of train.py is needed")
+    step = max(checkpoints) if step is None else step
+    if step not in checkpoints:
+        raise ValueError(f"step: {run} has no checkpoint {step}; it has {few(list(checkpoints), 20)}")
+    files = {"raw": checkpoints[step] / "model.safetensors"}
+    averages = {path.name.removesuffix(".safetensors"): path for path in checkpoints[step].glob("ema_*.safetensors")}
+    if weights == "ema" and averages:
+        metadata = read_metadata(next(iter(averages.values())))
+        try:
+            weights = f"ema_{(metadata or {})['config']['train']['ema_decays'][0]}"
+        except (KeyError, TypeError, IndexError):
+            raise ValueError(
+                f"{checkpoints[step]}: its averages do not say train.ema_decays; name one of them"
+            ) from None
+    files.update(sorted(averages.items()))
+    if weights not in files or not files[weights].is_file():
+        raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
+    return files[weights]
+
+
+def export_weights(run: str | Path, out: str | Path, *, weights: str = "ema", step: int | None = None) -> Path:
+    """Copy one set of weights of a run, with its metadata, to a file of its own; returns where it came from.
+
+    Raises:
+        ValueError: as `find_weights`, or `out` exists.
+    """
+    source = find_weights(run, weights=weights, step=step)
+    if Path(out).exists():
+        raise ValueError(f"out: {out} exists; choose another file")
+    read = read_weights(source)
+    if read.metadata is None:
+        raise ValueError(f"{source}: no vcagen metadata in it; not a checkpoint of train.py")
+    save_weights(out, read.state_dict, read.metadata)
+    return source

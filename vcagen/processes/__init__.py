@@ -1,0 +1,1 @@
+"""The mathematics between noise and data; torch only."""

@@ -1,0 +1,1 @@
+"""Images by index, each exactly once."""

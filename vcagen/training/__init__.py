@@ -1,0 +1,1 @@
+"""The loop, and everything that a step or a resume depends on."""
