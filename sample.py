@@ -1,4 +1,4 @@
-"""Sample images from a run or a weights file, and score them: python sample.py --run runs/x --num_images 50000."""
+"""Sample images from a run or a weights file, and score them: python sample.py --run_dir runs/x --num_images 50000."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from vcagen.config.options import SAMPLER_OPTIONS, SampleConfig, SamplingConfig
 if TYPE_CHECKING:
     import torch
 
-    from vcagen.build import Run
     from vcagen.evaluation.evaluate import Evaluator
     from vcagen.sampling.image_store import SampleStore
+    from vcagen.sampling.load_run import LoadedRun
     from vcagen.sampling.noise import LabelRule
 
 
 def main() -> None:
     """Parse, load, make the images, score them."""
     config = cli.parse(SampleConfig, prog="sample.py")
-    source = config.run or config.checkpoint
-    if source is None or (config.run and config.checkpoint):
-        raise ValueError("run: give one of --run FOLDER and --checkpoint FILE")
-    if config.run and Path(config.run).is_file():
-        raise ValueError(f"run: {config.run} is a file; give it as --checkpoint")
+    source = config.run_dir or config.checkpoint
+    if source is None or (config.run_dir and config.checkpoint):
+        raise ValueError("run_dir: give one of --run_dir FOLDER and --checkpoint FILE")
+    if config.run_dir and Path(config.run_dir).is_file():
+        raise ValueError(f"run_dir: {config.run_dir} is a file; give it as --checkpoint")
 
     import torch
     from accelerate.utils import broadcast_object_list
 
-    from vcagen.build import build_accelerator, build_sampler, load_run
+    from vcagen.build import build_accelerator, build_sampler
     from vcagen.evaluation.image_source import result_path
     from vcagen.sampling.image_store import SampleStore
+    from vcagen.sampling.load_run import load_run
     from vcagen.sampling.noise import LabelRule, SeededNoise, generate_images, missing_chunks, resolve_sampling
     from vcagen.system.files import check_writable, write_json
 
@@ -44,17 +45,17 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
     device, main_process = accelerator.device, accelerator.is_main_process
     run = load_run(
-        source, weights=config.weights, step=config.step, objective=config.objective, vae=config.vae, device=device
+        source, weights=config.weights, step=config.step, process=config.process, vae=config.vae, device=device
     )
-    settings = resolve_sampling(config, run.config.sampling, run.config.objective.name)
+    settings = resolve_sampling(config, run.config.sampling, run.config.process.name)
     check_values(config, settings, run)
     assert settings.labels is not None, "settings are resolved"
     labels = LabelRule(settings.labels, run.data.num_classes, run.data.class_names)
     network = torch.compile(run.model, dynamic=False) if config.compile else run.model
     sample = build_sampler(
-        network, run.objective, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
+        network, run.process, settings, null_label=run.model.null_label, bf16=config.precision == "bf16"
     )
-    decode = partial(run.codec.decode, batch=config.decode_batch or config.batch)
+    decode = partial(run.vae.decode, batch=config.decode_batch or config.batch)
     store = SampleStore(
         config.out or default_folder(config, settings, run.step),
         settings.num_images or 0,
@@ -72,7 +73,7 @@ def main() -> None:
     if settings.cfg_scale == 0 and main_process:
         print("note: cfg_scale 0 ignores the labels: the samples are unconditional", file=sys.stderr)
     check_writable(store.folder / "manifest.json")
-    run.codec.verify()  # a VAE that cannot be had is told now, not after the first sample
+    run.vae.verify()  # a VAE that cannot be had is told now, not after the first sample
 
     scores, no_scores = open_scores(config, settings, store, device, main_process)
     made = facts(config, settings, run, store, accelerator.num_processes)
@@ -108,13 +109,13 @@ def main() -> None:
         raise ValueError(no_scores)
 
 
-def check_values(config: SampleConfig, settings: SamplingConfig, run: Run) -> None:
+def check_values(config: SampleConfig, settings: SamplingConfig, run: LoadedRun) -> None:
     """Raise ValueError, by name, for values that do not fit the run."""
-    trained, channels = run.config.objective.name, run.latent_shape[0]
+    trained, channels = run.config.process.name, run.latent_shape[0]
     if not 0 <= config.seed < 2**63:
         raise ValueError(f"seed: {config.seed} is not in 0..2^63 - 1")
-    if config.objective not in (None, trained):
-        raise ValueError(f"objective: {config.objective}; the weights were trained for {trained}")
+    if config.process not in (None, trained):
+        raise ValueError(f"process: {config.process}; the weights were trained for {trained}")
     if config.decode_batch is not None and config.decode_batch < 1:
         raise ValueError(f"decode_batch: {config.decode_batch}; needs at least 1")
     if settings.guided_channels is not None and settings.guided_channels > channels:
@@ -123,8 +124,8 @@ def check_values(config: SampleConfig, settings: SamplingConfig, run: Run) -> No
 
 def default_folder(config: SampleConfig, settings: SamplingConfig, step: int | None) -> Path:
     """samples/ in the run, or here for a weights file, and a folder named by what is most often changed."""
-    if config.run:
-        parent, name = Path(config.run), f"step_{step:07d}"
+    if config.run_dir:
+        parent, name = Path(config.run_dir), f"step_{step:07d}"
     else:
         parent, name = Path(), Path(config.checkpoint or "").stem
     name += f"_{config.weights}" if config.weights else ""
@@ -132,7 +133,7 @@ def default_folder(config: SampleConfig, settings: SamplingConfig, step: int | N
     return parent / "samples" / f"{name}_seed{config.seed}_n{settings.num_images}"
 
 
-def pixel_settings(config: SampleConfig, settings: SamplingConfig, run: Run, labels: LabelRule) -> dict[str, Any]:
+def pixel_settings(config: SampleConfig, settings: SamplingConfig, run: LoadedRun, labels: LabelRule) -> dict[str, Any]:
     """What decides the pixels besides the number of images and the batch: the rest of manifest.json."""
     values = asdict(settings)
     for name in ("num_images", "reference", "extractor"):
@@ -142,8 +143,8 @@ def pixel_settings(config: SampleConfig, settings: SamplingConfig, run: Run, lab
         "step": run.step,
         "ema_decay": run.ema_decay,
         "weights_sha256": run.weights_sha256,
-        "objective": run.config.objective.name,
-        "vae": run.data.codec["sha256"] or "identity",
+        "process": run.config.process.name,
+        "vae": run.data.vae["sha256"] or "identity",
         **{name: value for name, value in values.items() if value is not None},
         "labels": labels.given or labels.rule,
         "precision": config.precision,
@@ -183,7 +184,7 @@ def open_scores(
 
 
 def facts(
-    config: SampleConfig, settings: SamplingConfig, run: Run, store: SampleStore, world_size: int
+    config: SampleConfig, settings: SamplingConfig, run: LoadedRun, store: SampleStore, world_size: int
 ) -> dict[str, Any]:
     """What results.json says about how the images were made (PROTOCOL 3.6)."""
     options = {name: getattr(settings, name) for name in SAMPLER_OPTIONS if name not in ("method", "num_steps")}
@@ -196,9 +197,9 @@ def facts(
                     "cfg_interval": settings.cfg_interval, "seed": config.seed, "world_size": world_size,
                     "batch": config.batch, "precision": config.precision, "compile": config.compile,
                     **{name: value for name, value in options.items() if value is not None}},
-        "model": {"config": asdict(run.config.model), "objective": run.config.objective.name, "step": run.step,
+        "model": {"config": asdict(run.config.model), "process": run.config.process.name, "step": run.step,
                   "checkpoint_sha256": run.weights_sha256, "ema_decay": run.ema_decay},
-        "vae": {"id": run.codec.vae, "sha256": run.data.codec["sha256"], "scale": run.codec.scaling_factor},
+        "vae": {"id": run.vae.path, "sha256": run.data.vae["sha256"], "scale": run.vae.scaling_factor},
     }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def torchrun(num_processes, *args, code=0, **kwargs):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     if args[0] == "-m":
         launcher, args = [*launcher, "-m"], args[1:]
-    # Without the dashes torchrun takes our --run for an abbreviation of its own --run-path.
+    # Without the dashes torchrun takes our --run_dir for an abbreviation of its own --run-path.
     return python(*launcher, "--", *args, code=code, **kwargs)
 
 

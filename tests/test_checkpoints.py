@@ -19,7 +19,7 @@ SMALL = {
     "input_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3,
 }  # fmt: skip
 DATA = {"class_names": ["cat", "dog", "eel"]}
-CONFIG = {"seed": 0, "model": {"size": "S/2"}, "objective": {"name": "flow"}, "codec": {"vae": "identity"},
+CONFIG = {"seed": 0, "model": {"size": "S/2"}, "process": {"name": "flow"}, "vae": {"path": "identity"},
           "train": {"ema_decays": [0.999, 0.9]}}  # fmt: skip
 
 

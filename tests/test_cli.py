@@ -100,16 +100,16 @@ def test_yaml_mistakes_are_named_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("run: r\ntrain: {steps: null}", "train.steps"), ("run: r\nmodel:\n  mlp_ratio:", "model.mlp_ratio"),
-     ("run: r\nobjective: {name: null}", "objective.name"), ("run: r\nseed:", "seed"),
-     ("run: r\ndata: {images: null}", "data.images"), ("run: r\ntrain: {compile: null}", "train.compile")],
+    [("run_dir: r\ntrain: {steps: null}", "train.steps"), ("run_dir: r\nmodel:\n  mlp_ratio:", "model.mlp_ratio"),
+     ("run_dir: r\nprocess: {name: null}", "process.name"), ("run_dir: r\nseed:", "seed"),
+     ("run_dir: r\ndata: {images: null}", "data.images"), ("run_dir: r\ntrain: {compile: null}", "train.compile")],
 )  # fmt: skip
 def test_null_in_yaml_is_no_value_where_none_is_not(tmp_path, text, name):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=rf"^{name}: (null|expected a mapping)"):
         cli.parse(Config, ["--config", str(file)], prog="x")
-    file.write_text("run: r\ntrain: {micro_batch_size: null}")
+    file.write_text("run_dir: r\ntrain: {micro_batch_size: null}")
     assert cli.parse(Config, ["--config", str(file)], prog="x").train.micro_batch_size is None
 
 
@@ -128,18 +128,18 @@ def test_every_field_is_documented_in_help(config, capsys):
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (config.__doc__ or "").split(".")[0] in text
-    for name, described in (("--seed", "Seed"), ("--codec.precision", "Precision of the VAE")):
+    for name, described in (("--seed", "Seed"), ("--vae.precision", "Precision of the VAE")):
         if name in text:
             assert described in text
 
 
 def test_print_config_round_trips(capsys, tmp_path):
     with pytest.raises(SystemExit):
-        cli.parse(Config, ["--run", "r", "--model.size", "B/4", "--print_config"], prog="x")
+        cli.parse(Config, ["--run_dir", "r", "--model.size", "B/4", "--print_config"], prog="x")
     file = tmp_path / "c.yaml"
     file.write_text(capsys.readouterr().out)
     assert cli.parse(Config, ["--config", str(file)], prog="x") == cli.from_mapping(
-        Config, {"run": "r", **nested({"model.size": "B/4"})}
+        Config, {"run_dir": "r", **nested({"model.size": "B/4"})}
     )
 
 
@@ -155,7 +155,7 @@ def test_recipes_parse(name):
 
 def test_from_dict_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"model\.sise: unknown option; did you mean model\.size\?"):
-        cli.from_mapping(Config, {"run": "r", "model": {"sise": "S/2"}})
+        cli.from_mapping(Config, {"run_dir": "r", "model": {"sise": "S/2"}})
     with pytest.raises(ValueError, match="run"):
         cli.from_mapping(Config, {})
 

@@ -9,7 +9,7 @@ from helpers import ROOT, python
 
 from vcagen.__main__ import JOBS
 from vcagen.build import build_cost, build_model
-from vcagen.config.options import ModelConfig, ObjectiveConfig
+from vcagen.config.options import ModelConfig, ProcessConfig
 from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import activation_bytes, measure, state_bytes
 from vcagen.paper.table import load_table, nested
@@ -27,7 +27,7 @@ DERIVED = {  # params and GFLOPs of the DiT rows to all printed digits of a floa
 
 def cost_of(row):
     config = row.config()
-    return build_cost(config.model, config.objective, IMAGENET)
+    return build_cost(config.model, config.process, IMAGENET)
 
 
 def test_table_2_has_24_rows_with_baselines():
@@ -44,7 +44,7 @@ def test_table_2(row):
     if row.note is None:
         assert cost.params / 1e6 == pytest.approx(row.published["params"], abs=0.25)
     config = row.config()
-    if config.objective.name == "diffusion":
+    if config.process.name == "diffusion":
         params, gflops = DERIVED[config.model.size, config.model.attention]
         assert round(cost.params / 1e6, 2) == params
         assert round(cost.multiply_adds / 1e9, 3) == gflops
@@ -60,7 +60,7 @@ def test_stage_costs():
 
     def units(first, second):
         model = ModelConfig("S/2", "vca", {"stage1": first, "stage2": second}, depth=1)
-        return build_cost(model, ObjectiveConfig("flow"), IMAGENET).multiply_adds / (256 * 64 * 384)
+        return build_cost(model, ProcessConfig("flow"), IMAGENET).multiply_adds / (256 * 64 * 384)
 
     base = units("vanilla", "vanilla") - 4
     assert units("contrast", "contrast") - base == pytest.approx(7)
@@ -71,7 +71,7 @@ def test_stage_costs():
 
 def test_counting_leaves_the_network_as_it_was():
     with torch.device("meta"):
-        model = build_model(ModelConfig("S/8"), ObjectiveConfig(), IMAGENET)
+        model = build_model(ModelConfig("S/8"), ProcessConfig(), IMAGENET)
     assert measure(model) == measure(model)
     assert all(block.attn.fused_attn for block in model.blocks)
 
@@ -91,9 +91,9 @@ def test_state_bytes_are_those_of_a_training(tmp_path):
 def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():
     data = DataSpec(4, 8, 8, 10, (), 64, {})
     config = ModelConfig("S/2", "vca", hidden_size=64, depth=2, num_heads=2)
-    model = build_model(config, ObjectiveConfig("flow"), data)
+    model = build_model(config, ProcessConfig("flow"), data)
     with torch.device("meta"):
-        meta = build_model(config, ObjectiveConfig("flow"), data)
+        meta = build_model(config, ProcessConfig("flow"), data)
     two, four = activation_bytes(meta, 2), activation_bytes(meta, 4)
     assert activation_bytes(model, 2) == two
     assert 1.8 * two < four <= 2 * two

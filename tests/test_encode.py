@@ -21,13 +21,13 @@ from vcagen.config.job_options import EncodeConfig
 from vcagen.data.encode import encode
 from vcagen.data.images import load_digits
 from vcagen.data.latents import LatentDataset
-from vcagen.data.vae import LatentCodec, _load_vae
+from vcagen.data.vae import LatentVAE, _load_vae
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory):
+def vae_path(tmp_path_factory):
     return tiny_vae(tmp_path_factory.mktemp("vae"))
 
 
@@ -37,10 +37,11 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture
-def config(tmp_path, images, vae):
+def config(tmp_path, images, vae_path):
     """13 images in shards of 5, 5 and 3, encoded in threes."""
     return EncodeConfig(
-        images=str(images), out=str(tmp_path / "latents"), vae=vae, image_size=32, batch=3, shard_size=5, num_workers=2,
+        images=str(images), out=str(tmp_path / "latents"), vae=vae_path, image_size=32, batch=3, shard_size=5,
+        num_workers=2,
     )  # fmt: skip
 
 
@@ -85,9 +86,9 @@ def encode_in_threads(config, count):
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
     lock = threading.Lock()
 
-    def load(vae):
+    def load(vae_path):
         with lock:  # diffusers cannot load in two threads at once
-            return _load_vae(vae)
+            return _load_vae(vae_path)
 
     with mock.patch("vcagen.data.vae._load_vae", load):
         for thread in threads:
@@ -97,7 +98,7 @@ def encode_in_threads(config, count):
     return errors
 
 
-def test_shard_contents(config, vae, images, capsys):
+def test_shard_contents(config, vae_path, images, capsys):
     encode(config)
     assert list(contents(config.out)) == [f"shard_{i:05}.safetensors" for i in range(3)]
     assert "13 items" in capsys.readouterr().err
@@ -111,8 +112,8 @@ def test_shard_contents(config, vae, images, capsys):
         assert shard.get_tensor("labels").tolist() == [1, 1, 1, 1, 2]
         names = shard.get_tensor("names").numpy().tobytes().decode().split("\0")
         assert names == [f"dog/{i:03}.png" for i in range(4)] + ["eel/000.png"]
-    assert metadata["codec"]["vae"] == vae
-    assert len(metadata["codec"]["sha256"]) == 64
+    assert metadata["vae"]["path"] == vae_path
+    assert len(metadata["vae"]["sha256"]) == 64
     assert (metadata["image_size"], metadata["crop"], metadata["count"]) == (32, "adm-center", 13)
     assert metadata["class_names"] == ["cat", "dog", "eel"]
 
@@ -156,7 +157,7 @@ def test_many_processes_equal_one(config, tmp_path, count):
         ({"shard_size": 4}, "shard_size 5, asked for 4; shards|shards 3, asked for 4"),
         ({"precision": "bfloat16"}, "precision float32, asked for bfloat16"),
         ({"tiling": True}, "tiling False, asked for True"),
-        ({"vae": "identity"}, "codec.vae .*, asked for identity"),
+        ({"vae": "identity"}, "vae.path .*, asked for identity"),
     ],
 )
 def test_other_settings_are_refused_field_by_field(config, fields, named):
@@ -178,7 +179,7 @@ def test_other_images_and_other_weights_are_refused(config, tmp_path):
     (tmp_path / "images" / "a" / "new.png").rename(tmp_path / "images" / "a" / "000.png")
     encode(config)
     tiny_vae(tmp_path / "vae", seed=1)
-    with pytest.raises(ValueError, match=r"other settings: codec\.sha256|other settings: codec\.scaling_factor"):
+    with pytest.raises(ValueError, match=r"other settings: vae\.sha256|other settings: vae\.scaling_factor"):
         encode(config)
 
 
@@ -246,9 +247,9 @@ def test_junk_and_empty_classes(config, tmp_path):
 
 def test_wrong_scale_writes_nothing(config, tmp_path):
     for factor in (0.05, 20.0):
-        vae = tiny_vae(tmp_path / str(factor), scaling_factor=factor)
+        vae_path = tiny_vae(tmp_path / str(factor), scaling_factor=factor)
         with pytest.raises(ValueError, match=r"latents have std .* after scaling"):
-            encode(change(config, vae=vae, shard_size=100))
+            encode(change(config, vae=vae_path, shard_size=100))
     assert not Path(config.out).exists()
 
 
@@ -275,11 +276,11 @@ def test_identity_and_digits_are_exact(config, tmp_path):
     encode(digits)
     dataset = LatentDataset(digits.out)
     images, labels = load_digits()
-    codec = LatentCodec.from_description(dataset.spec.codec)
+    vae = LatentVAE.from_description(dataset.spec.vae)
     for mirror in (False, True):
         moments, got = dataset.__getitems__([(i, mirror) for i in range(1797)])
         assert torch.equal(got, labels)
-        pixels = codec.decode(codec.sample(moments, torch.zeros(())))
+        pixels = vae.decode(vae.sample(moments, torch.zeros(())))
         assert torch.equal(pixels, images.flip(-1) if mirror else images)
     encode(change(config, vae="identity"))
     assert LatentDataset(config.out)[0, True][0].shape == (3, 32, 32)

@@ -21,7 +21,7 @@ FAKE = """
 import os, sys, time
 from pathlib import Path
 given = dict(a[2:].split("=", 1) for a in sys.argv[1:])
-run = Path(given["run"])
+run = Path(given["run_dir"])
 log = Path(__file__).parent / "log"
 with log.open("a") as file:
     file.write(f"{Path(__file__).stem} {run.parent.name} {given['seed']} {os.environ.get('OMP_NUM_THREADS')} start\\n")
@@ -47,7 +47,7 @@ def scripts(tmp_path, monkeypatch):
 
 @pytest.fixture
 def table(tmp_path):
-    rows = [{"name": name, "run": name, "set": {"objective.name": "flow"}} for name in ("a", "b")]
+    rows = [{"name": name, "run": name, "set": {"process.name": "flow"}} for name in ("a", "b")]
     path = tmp_path / "table.yaml"
     path.write_text(yaml.safe_dump({"title": "T", "seeds": [0, 1], "rows": rows}))
     return load_table(path, options={"train.steps": 10, "sampling.num_images": 20})
@@ -116,7 +116,7 @@ def test_commands_say_everything_and_done_ones_are_left_out(tmp_path):
     row = load_table(ROOT / "configs" / "miniature.yaml").rows[5]
     folder = tmp_path / "seed_2"
     train, sample = missing_commands(row, 2, folder)
-    assert {"--seed=2", f"--run={folder}", "--train.steps=800", "--data.horizontal_flip=false"} < set(train)
+    assert {"--seed=2", f"--run_dir={folder}", "--train.steps=800", "--data.horizontal_flip=false"} < set(train)
     assert {'--model.attention_options={"contrast_grid": [2, 2]}', "--sampling.labels=balanced"} < set(train)
     out = folder / "samples" / "step_0000800_n2000"
     assert {"--seed=2", "--step=800", f"--out={out}", "--labels=balanced", "--method=euler"} < set(sample)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from vcagen.config.options import SamplingConfig
-from vcagen.data import vae as codec
+from vcagen.data import vae as vae
 from vcagen.data.images import to_uint8
 from vcagen.processes import watch
 from vcagen.sampling.image_store import SampleStore
@@ -140,7 +140,7 @@ def test_settings_come_from_the_command_then_the_run_then_the_recipe():
 
 
 @pytest.mark.parametrize(
-    ("options", "objective", "message"),
+    ("options", "process", "message"),
     [
         ({"sampler": "sde"}, "diffusion", "sampler: sde is not for a diffusion model; choose ddpm or ddim"),
         ({"sampler": "ddpm"}, "flow", "sampler: ddpm is not for a flow model; choose sde or ode"),
@@ -149,9 +149,9 @@ def test_settings_come_from_the_command_then_the_run_then_the_recipe():
         ({"sampler": "ode", "method": "euler", "atol": 1e-5}, "flow", "atol: ode euler does not use it"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(options, objective, message):
+def test_options_that_would_do_nothing_are_refused(options, process, message):
     with pytest.raises(ValueError, match=message):
-        resolve_sampling(SamplingConfig(**options), SamplingConfig(), objective)
+        resolve_sampling(SamplingConfig(**options), SamplingConfig(), process)
 
 
 # --- chunks ---
@@ -385,7 +385,7 @@ def test_nan_names_the_image_and_nothing_of_its_chunk_is_written(tmp_path, where
 
     store = a_store(tmp_path)
     with pytest.raises(ValueError, match=r"^image 6: .*not finite"):
-        generate(store, sample=sample, decode=codec.LatentCodec("identity").decode)
+        generate(store, sample=sample, decode=vae.LatentVAE("identity").decode)
     assert list(files(tmp_path)) == ["000000.png", "000001.png", "000002.png", "000003.png"]
 
 

@@ -1,4 +1,4 @@
-"""LatentCodec, and the sets that training reads: shards, digits, image folders."""
+"""LatentVAE, and the sets that training reads: shards, digits, image folders."""
 
 import json
 import pickle
@@ -12,17 +12,17 @@ from torch.utils.data import DataLoader
 
 from vcagen.bench.data import _write_latents, main
 from vcagen.config.job_options import EncodeConfig
-from vcagen.config.options import CodecConfig, DataConfig, ImageConfig
+from vcagen.config.options import DataConfig, ImageConfig, VaeConfig
 from vcagen.data.encode import encode
 from vcagen.data.images import folder_pixels, from_uint8, scan_images, to_uint8
 from vcagen.data.latents import DataSpec, ImageDataset, LatentDataset, keep, latent_std, open_dataset
-from vcagen.data.vae import LatentCodec, NonFiniteError
+from vcagen.data.vae import LatentVAE, NonFiniteError
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory):
+def vae_path(tmp_path_factory):
     return tiny_vae(tmp_path_factory.mktemp("vae"), shift_factor=0.25)
 
 
@@ -37,15 +37,15 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory, vae, images):
+def shards(tmp_path_factory, vae_path, images):
     out = tmp_path_factory.mktemp("shards") / "latents"
-    encode(encode_config(images, out, vae))
+    encode(encode_config(images, out, vae_path))
     return out
 
 
-def encode_config(images, out, vae, **options):
+def encode_config(images, out, vae_path, **options):
     return EncodeConfig(
-        images=str(images), out=str(out), vae=vae, image_size=32,
+        images=str(images), out=str(out), vae=vae_path, image_size=32,
         **{"batch": 3, "shard_size": 5, **options},
     )  # fmt: skip
 
@@ -67,17 +67,17 @@ def rewrite(shards, out, change, tensors=None):
     return out
 
 
-# the codec
+# the vae
 
 
-def test_codec_equals_diffusers(vae):
+def test_vae_equals_diffusers(vae_path):
     from diffusers import AutoencoderKL
 
-    model = AutoencoderKL.from_pretrained(vae)
-    codec = LatentCodec(vae)
-    assert (codec.channels, codec.downsample, codec.moment_channels) == (4, 8, 8)
-    assert codec.scaling_factor == model.config.scaling_factor
-    assert codec.shift_factor == 0.25
+    model = AutoencoderKL.from_pretrained(vae_path)
+    vae = LatentVAE(vae_path)
+    assert (vae.channels, vae.downsample, vae.moment_channels) == (4, 8, 8)
+    assert vae.scaling_factor == model.config.scaling_factor
+    assert vae.shift_factor == 0.25
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(2, 3, 32, 24, generator=generator) * 2 - 1
     noise = torch.randn(2, 4, 4, 3, generator=generator)
@@ -85,63 +85,63 @@ def test_codec_equals_diffusers(vae):
         posterior = model.encode(x).latent_dist
         latents = (posterior.mean + posterior.std * noise - 0.25) * model.config.scaling_factor
         decoded = model.decode(latents / model.config.scaling_factor + 0.25).sample
-    moments = codec.moments(x)
+    moments = vae.moments(x)
     assert moments.shape == (2, 8, 4, 3)
     assert torch.equal(moments, posterior.parameters)
-    assert torch.allclose(codec.sample(moments, noise), latents, atol=1e-6)
-    assert torch.equal(codec.decode(latents), to_uint8(decoded))
-    one_by_one = codec.decode(latents, batch=1).int() - to_uint8(decoded).int()
+    assert torch.allclose(vae.sample(moments, noise), latents, atol=1e-6)
+    assert torch.equal(vae.decode(latents), to_uint8(decoded))
+    one_by_one = vae.decode(latents, batch=1).int() - to_uint8(decoded).int()
     assert one_by_one.abs().max() <= 1
     assert not moments.requires_grad
 
 
-def test_codec_reads_only_the_config_until_it_is_used(vae, tmp_path):
-    shutil.copy(f"{vae}/config.json", tmp_path)
-    codec = LatentCodec(str(tmp_path))
-    assert codec.channels == 4
+def test_vae_reads_only_the_config_until_it_is_used(vae_path, tmp_path):
+    shutil.copy(f"{vae_path}/config.json", tmp_path)
+    vae = LatentVAE(str(tmp_path))
+    assert vae.channels == 4
     with pytest.raises(ValueError, match="cannot be loaded"):
-        codec.moments(torch.zeros(1, 3, 8, 8))
+        vae.moments(torch.zeros(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize("name", ["scaling_factor", "latent_channels", "block_out_channels"])
-def test_a_config_that_is_no_vae_is_refused(vae, tmp_path, name):
-    values = json.loads(Path(vae, "config.json").read_text())
+def test_a_config_that_is_no_vae_is_refused(vae_path, tmp_path, name):
+    values = json.loads(Path(vae_path, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, name: None}))
     with pytest.raises(ValueError, match=r"config\.json is not that of an AutoencoderKL"):
-        LatentCodec(str(tmp_path))
+        LatentVAE(str(tmp_path))
 
 
-def test_codec_options(vae):
+def test_vae_options(vae_path):
     x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    exact = LatentCodec(vae).moments(x)
-    sliced = LatentCodec(vae, slicing=True, tiling=True).moments(x)
+    exact = LatentVAE(vae_path).moments(x)
+    sliced = LatentVAE(vae_path, slicing=True, tiling=True).moments(x)
     assert torch.allclose(sliced, exact, atol=1e-5)
-    half = LatentCodec(vae, precision="bfloat16")
+    half = LatentVAE(vae_path, precision="bfloat16")
     coarse = half.moments(x)
     assert coarse.dtype == torch.float32
     assert 0 < (coarse - exact).abs().max() < 0.1
-    assert half.description() == LatentCodec(vae).description()
+    assert half.description() == LatentVAE(vae_path).description()
 
 
-def test_the_vae_keeps_its_precision_whatever_is_set_around_it(vae):
+def test_the_vae_keeps_its_precision_whatever_is_set_around_it(vae_path):
     x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    codec = LatentCodec(vae)
-    exact = codec.moments(x)
-    images = codec.decode(exact[:, :4])
+    vae = LatentVAE(vae_path)
+    exact = vae.moments(x)
+    images = vae.decode(exact[:, :4])
     seen = []
 
     def look(*_):
         cudnn = torch.backends.cudnn
         seen.append((cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, torch.get_float32_matmul_precision()))
 
-    for module in (codec._model.encoder, codec._model.decoder):
+    for module in (vae._model.encoder, vae._model.decoder):
         module.register_forward_hook(look)
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
             with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(codec.moments(x), exact)
-                assert torch.equal(codec.decode(exact[:, :4]), images)
+                assert torch.equal(vae.moments(x), exact)
+                assert torch.equal(vae.decode(exact[:, :4]), images)
             assert torch.backends.cudnn.allow_tf32
             assert torch.backends.cudnn.benchmark
         assert torch.backends.cuda.matmul.allow_tf32
@@ -150,100 +150,100 @@ def test_the_vae_keeps_its_precision_whatever_is_set_around_it(vae):
     assert seen == [(False, True, False, "highest")] * 2
 
 
-def test_identity_codec():
+def test_identity_vae():
     for channels in (1, 3):
-        codec = LatentCodec("identity", channels=channels)
+        vae = LatentVAE("identity", channels=channels)
         pixels = torch.arange(256).reshape(1, 1, 16, 16).expand(2, channels, 16, 16).to(torch.uint8)
-        moments = codec.moments(from_uint8(pixels))
-        assert moments.shape[1] == codec.moment_channels == codec.channels == channels
-        latents = codec.sample(moments, torch.randn(moments.shape))
-        assert torch.equal(codec.decode(latents), pixels)
-        assert LatentCodec.from_description(codec.description()).description() == codec.description()
+        moments = vae.moments(from_uint8(pixels))
+        assert moments.shape[1] == vae.moment_channels == vae.channels == channels
+        latents = vae.sample(moments, torch.randn(moments.shape))
+        assert torch.equal(vae.decode(latents), pixels)
+        assert LatentVAE.from_description(vae.description()).description() == vae.description()
 
 
-def test_description_rebuilds_without_the_vae(vae, other_vae, tmp_path):
-    moved = shutil.copytree(vae, tmp_path / "moved")
-    description = json.loads(json.dumps(LatentCodec(str(moved)).description()))
+def test_description_rebuilds_without_the_vae(vae_path, other_vae, tmp_path):
+    moved = shutil.copytree(vae_path, tmp_path / "moved")
+    description = json.loads(json.dumps(LatentVAE(str(moved)).description()))
     shutil.rmtree(moved)
-    codec = LatentCodec.from_description(description)
-    assert (codec.channels, codec.downsample, codec.shift_factor) == (4, 8, 0.25)
-    assert codec.description() == description
+    vae = LatentVAE.from_description(description)
+    assert (vae.channels, vae.downsample, vae.shift_factor) == (4, 8, 0.25)
+    assert vae.description() == description
     latents = torch.zeros(1, 4, 2, 2)
-    assert codec.sample(torch.zeros(1, 8, 2, 2), latents).shape == (1, 4, 2, 2)
+    assert vae.sample(torch.zeros(1, 8, 2, 2), latents).shape == (1, 4, 2, 2)
     with pytest.raises(ValueError, match=r"moved: this VAE cannot be loaded .*--vae"):
-        codec.decode(latents)
-    expected = LatentCodec(vae).decode(latents)
-    assert torch.equal(LatentCodec.from_description(description, vae=vae).decode(latents), expected)
+        vae.decode(latents)
+    expected = LatentVAE(vae_path).decode(latents)
+    assert torch.equal(LatentVAE.from_description(description, path=vae_path).decode(latents), expected)
     with pytest.raises(ValueError, match="another VAE"):
-        LatentCodec.from_description(description, vae=other_vae).decode(latents)
+        LatentVAE.from_description(description, path=other_vae).decode(latents)
 
 
-def test_hash_does_not_depend_on_the_file_format(vae, tmp_path):
+def test_hash_does_not_depend_on_the_file_format(vae_path, tmp_path):
     from diffusers import AutoencoderKL
 
-    AutoencoderKL.from_pretrained(vae).save_pretrained(tmp_path, safe_serialization=False)
+    AutoencoderKL.from_pretrained(vae_path).save_pretrained(tmp_path, safe_serialization=False)
     assert not list(tmp_path.glob("*.safetensors"))
-    assert LatentCodec(str(tmp_path)).description()["sha256"] == LatentCodec(vae).description()["sha256"]
+    assert LatentVAE(str(tmp_path)).description()["sha256"] == LatentVAE(vae_path).description()["sha256"]
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "someone/no-such-vae", ""])
 def test_vae_that_cannot_be_had(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"^{name}: this VAE cannot be loaded .*codec.vae") as error:
-        LatentCodec(name)
+    with pytest.raises(ValueError, match=f"^{name}: this VAE cannot be loaded .*vae.path") as error:
+        LatentVAE(name)
     assert "\n" not in str(error.value)
 
 
 def test_not_an_autoencoder(tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderDC"}')
     with pytest.raises(ValueError, match="a AutoencoderDC of 3 channels"):
-        LatentCodec(str(tmp_path))
+        LatentVAE(str(tmp_path))
 
 
-def test_decode_refuses_non_finite_latents(vae):
+def test_decode_refuses_non_finite_latents(vae_path):
     latents = torch.zeros(4, 4, 2, 2)
     latents[1, 0, 0, 0] = float("nan")
     latents[3, 2, 1, 1] = float("inf")
-    for codec in (LatentCodec(vae), LatentCodec("identity", channels=4)):
+    for vae in (LatentVAE(vae_path), LatentVAE("identity", channels=4)):
         with pytest.raises(NonFiniteError, match="row 1, 3: not finite") as error:
-            codec.decode(latents, batch=2)
+            vae.decode(latents, batch=2)
         assert error.value.rows == [1, 3]
 
 
-def test_decode_refuses_non_finite_images(vae):
-    codec = LatentCodec(vae)
-    codec.verify()
-    torch.nn.init.constant_(codec._model.decoder.conv_out.bias, float("nan"))
+def test_decode_refuses_non_finite_images(vae_path):
+    vae = LatentVAE(vae_path)
+    vae.verify()
+    torch.nn.init.constant_(vae._model.decoder.conv_out.bias, float("nan"))
     with pytest.raises(NonFiniteError, match="decoded image of batch row 0, 1"):
-        codec.decode(torch.zeros(2, 4, 2, 2), batch=1)
+        vae.decode(torch.zeros(2, 4, 2, 2), batch=1)
 
 
 # shards
 
 
-def direct_moments(images, vae, mirror):
+def direct_moments(images, vae_path, mirror):
     """Moments of all images, one batch of the encoding job at a time."""
     pixels = folder_pixels(scan_images(images), 32)
-    codec = LatentCodec(vae)
+    vae = LatentVAE(vae_path)
     x = from_uint8(torch.stack([pixels.read(i) for i in range(len(pixels))]))
     if mirror:
         x = x.flip(-1)
-    return torch.cat([codec.moments(x[i : i + 1]) for i in range(len(x))])
+    return torch.cat([vae.moments(x[i : i + 1]) for i in range(len(x))])
 
 
-def test_shards_equal_direct_encoding(shards, images, vae):
+def test_shards_equal_direct_encoding(shards, images, vae_path):
     dataset = LatentDataset(shards)
     assert len(dataset) == 13
     assert dataset.dtype == torch.float16
     assert dataset.labels.tolist() == [0] * 5 + [1] * 4 + [2] * 4
     assert dataset.names() == list(scan_images(images).paths)
     assert dataset.spec == DataSpec(
-        4, 4, 4, 3, ("cat", "dog", "eel"), 32, LatentCodec(vae).description()
+        4, 4, 4, 3, ("cat", "dog", "eel"), 32, LatentVAE(vae_path).description()
     )  # fmt: skip
     for mirror in (False, True):
         stored, labels = dataset.__getitems__([(i, mirror) for i in range(13)])
         assert torch.equal(labels, dataset.labels)
-        exact = direct_moments(images, vae, mirror)
+        exact = direct_moments(images, vae_path, mirror)
         assert torch.allclose(stored.float(), exact, rtol=2**-10, atol=1e-5)
     plain, mirrored = dataset[6, False][0], dataset[6, True][0]
     assert not torch.allclose(plain.flip(-1).float(), mirrored.float(), atol=1e-3)
@@ -295,18 +295,18 @@ def test_nothing_is_opened_per_item(shards, monkeypatch):
     assert dataset[9, True][0].shape == (8, 4, 4)
 
 
-def test_std_is_that_of_sampled_latents(shards, vae):
+def test_std_is_that_of_sampled_latents(shards, vae_path):
     dataset = LatentDataset(shards)
-    codec = LatentCodec(vae)
+    vae = LatentVAE(vae_path)
     moments, _ = dataset.__getitems__([(i % 13, False) for i in range(13 * 40)])
     noise = torch.randn(len(moments), 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    assert codec.sample(moments, noise).std().item() == pytest.approx(dataset.latent_std, rel=0.02)
-    assert latent_std(moments, codec.description()) == pytest.approx(dataset.latent_std)
+    assert vae.sample(moments, noise).std().item() == pytest.approx(dataset.latent_std, rel=0.02)
+    assert latent_std(moments, vae.description()) == pytest.approx(dataset.latent_std)
 
 
 def test_wrong_scale_is_refused(shards, tmp_path):
     def scale(factor):
-        return lambda metadata: metadata["codec"].update(scaling_factor=metadata["codec"]["scaling_factor"] * factor)
+        return lambda metadata: metadata["vae"].update(scaling_factor=metadata["vae"]["scaling_factor"] * factor)
 
     LatentDataset(rewrite(shards, tmp_path / "fine", scale(1.5)))
     for factor in (0.18215, 1 / 0.18215):
@@ -321,7 +321,7 @@ def test_values_and_labels_are_validated(shards, tmp_path):
         LatentDataset(rewrite(shards, tmp_path / "labels", lambda m: None, lambda t: t["labels"].add_(1)))
 
 
-def test_incomplete_and_foreign_sets_are_refused(shards, images, vae, tmp_path):
+def test_incomplete_and_foreign_sets_are_refused(shards, images, vae_path, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "copy")
     second = copy / "shard_00001.safetensors"
     data = second.read_bytes()
@@ -341,7 +341,7 @@ def test_incomplete_and_foreign_sets_are_refused(shards, images, vae, tmp_path):
         LatentDataset(newer)
     empty = rewrite(shards, tmp_path / "empty", lambda metadata: metadata.clear())
     with pytest.raises(ValueError, match=r"shard_00000\.safetensors: latents of format None"):
-        encode(encode_config(images, empty, vae))
+        encode(encode_config(images, empty, vae_path))
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(ValueError, match=r"python -m vcagen encode"):
             LatentDataset(path)
@@ -352,28 +352,28 @@ def test_incomplete_and_foreign_sets_are_refused(shards, images, vae, tmp_path):
 
 def test_open_shards_needs_no_vae(shards, monkeypatch):
     monkeypatch.setattr("vcagen.data.vae._load_vae", lambda vae: pytest.fail("the VAE was loaded"))
-    dataset, codec = open_dataset(DataConfig(path=str(shards)), CodecConfig())
+    dataset, vae = open_dataset(DataConfig(path=str(shards)), VaeConfig())
     moments, _ = dataset.__getitems__([(0, False), (12, True)])
-    assert codec.sample(moments, torch.zeros(2, 4, 4, 4)).dtype == torch.float32
+    assert vae.sample(moments, torch.zeros(2, 4, 4, 4)).dtype == torch.float32
     assert not dataset.needs_main_process
 
 
-def test_open_shards_with_another_vae_or_size(shards, vae, other_vae, tmp_path):
+def test_open_shards_with_another_vae_or_size(shards, vae_path, other_vae, tmp_path):
     config = DataConfig(path=str(shards))
-    moved = shutil.copytree(vae, tmp_path / "moved")
-    _, codec = open_dataset(config, CodecConfig(vae=str(moved)))
-    assert codec.vae == str(moved)
+    moved = shutil.copytree(vae_path, tmp_path / "moved")
+    _, vae = open_dataset(config, VaeConfig(path=str(moved)))
+    assert vae.path == str(moved)
     with pytest.raises(ValueError, match="another VAE"):
-        open_dataset(config, CodecConfig(vae=other_vae))
-    with pytest.raises(ValueError, match=r"codec\.vae: identity"):
-        open_dataset(config, CodecConfig(vae="identity"))
+        open_dataset(config, VaeConfig(path=other_vae))
+    with pytest.raises(ValueError, match=r"vae\.path: identity"):
+        open_dataset(config, VaeConfig(path="identity"))
     with pytest.raises(ValueError, match=r"image_size: 64; .* was made with 32"):
-        open_dataset(DataConfig(path=str(shards), images=ImageConfig(image_size=64)), CodecConfig())
+        open_dataset(DataConfig(path=str(shards), images=ImageConfig(image_size=64)), VaeConfig())
 
 
-def test_train_from_images(images, vae, shards):
+def test_train_from_images(images, vae_path, shards):
     config = DataConfig(path=str(images), from_images=True, images=ImageConfig(image_size=32), num_workers=2)
-    dataset, codec = open_dataset(config, CodecConfig(vae=vae))
+    dataset, vae = open_dataset(config, VaeConfig(path=vae_path))
     assert isinstance(dataset, ImageDataset)
     assert dataset.needs_main_process
     stored = LatentDataset(shards)
@@ -384,44 +384,44 @@ def test_train_from_images(images, vae, shards):
     expected, expected_labels = stored.__getitems__(items)
     assert torch.allclose(moments, expected.float(), rtol=2**-10, atol=1e-5)
     assert torch.equal(labels, expected_labels)
-    assert codec.sample(moments, torch.zeros(3, 4, 4, 4)).shape == (3, 4, 4, 4)
+    assert vae.sample(moments, torch.zeros(3, 4, 4, 4)).shape == (3, 4, 4, 4)
     with pytest.raises(ValueError, match="image_size: 30"):
         open_dataset(
-            DataConfig(path=str(images), from_images=True, images=ImageConfig(image_size=30)), CodecConfig(vae=vae)
+            DataConfig(path=str(images), from_images=True, images=ImageConfig(image_size=30)), VaeConfig(path=vae_path)
         )
 
 
-def test_an_image_size_of_nothing_is_refused(images, vae, shards):
+def test_an_image_size_of_nothing_is_refused(images, vae_path, shards):
     for path, from_images in ((images, True), (shards, False), ("digits", False)):
         config = DataConfig(path=str(path), from_images=from_images, images=ImageConfig(image_size=0))
         with pytest.raises(ValueError, match=r"^data\.images\.image_size: 0; expected 1 or more"):
-            open_dataset(config, CodecConfig())
+            open_dataset(config, VaeConfig())
 
 
-def test_train_from_broken_images(tmp_path, vae):
+def test_train_from_broken_images(tmp_path, vae_path):
     image_folder(tmp_path, {"a": 2, "b": 2})
     (tmp_path / "b" / "bad.png").write_bytes(b"nothing")
     config = DataConfig(path=str(tmp_path), from_images=True, images=ImageConfig(image_size=32))
     with pytest.raises(ValueError, match=r"1 unreadable images: b/bad\.png"):
-        open_dataset(config, CodecConfig(vae=vae))
+        open_dataset(config, VaeConfig(path=vae_path))
     skip = ImageConfig(image_size=32, on_bad_image="skip")
-    dataset, _ = open_dataset(DataConfig(path=str(tmp_path), from_images=True, images=skip), CodecConfig(vae=vae))
+    dataset, _ = open_dataset(DataConfig(path=str(tmp_path), from_images=True, images=skip), VaeConfig(path=vae_path))
     assert dataset.labels.tolist() == [0, 0, 1, 1]
 
 
 def test_digits():
-    dataset, codec = open_dataset(DataConfig(path="digits"), CodecConfig())
+    dataset, vae = open_dataset(DataConfig(path="digits"), VaeConfig())
     assert len(dataset) == 1797
     assert (dataset.spec.channels, dataset.spec.height, dataset.spec.num_classes) == (1, 8, 10)
     plain, label = dataset[5, False]
     assert plain.shape == (1, 8, 8)
     assert label == 5
     assert torch.equal(dataset[5, True][0], plain.flip(-1))
-    assert codec.decode(plain[None]).shape == (1, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"codec\.vae"):
-        open_dataset(DataConfig(path="digits"), CodecConfig(vae="someone/vae"))
+    assert vae.decode(plain[None]).shape == (1, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"vae\.path"):
+        open_dataset(DataConfig(path="digits"), VaeConfig(path="someone/vae"))
     with pytest.raises(ValueError, match="image_size: 256; the digits have 8"):
-        open_dataset(DataConfig(path="digits", images=ImageConfig(image_size=256)), CodecConfig())
+        open_dataset(DataConfig(path="digits", images=ImageConfig(image_size=256)), VaeConfig())
 
 
 def test_spec_round_trip_and_differences(shards):
@@ -429,7 +429,7 @@ def test_spec_round_trip_and_differences(shards):
     copy = DataSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
     assert copy == spec
     assert copy.differences(spec) == []
-    moved = DataSpec.from_dict({**spec.to_dict(), "codec": {**spec.codec, "vae": "elsewhere"}})
+    moved = DataSpec.from_dict({**spec.to_dict(), "vae": {**spec.vae, "path": "elsewhere"}})
     assert moved.differences(spec) == []
     other = DataSpec.from_dict({**spec.to_dict(), "class_names": ["cat", "eel", "dog"], "image_size": 64})
     assert [line.split(":")[0] for line in other.differences(spec)] == ["class_names", "image_size"]

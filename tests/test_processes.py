@@ -47,7 +47,7 @@ def test_processes_resume_bit_for_bit_and_agree_with_one(tmp_path, num_processes
     """12 images in batches of 8, stopped in the middle of an epoch."""
     images = image_folder(tmp_path / "images", {"a": 5, "b": 7}, size=8)
     options = {"data__path": str(images), "data__from_images": True, "data__images__image_size": 8,
-               "codec__vae": "identity", "data__horizontal_flip": True}  # fmt: skip
+               "vae__path": "identity", "data__horizontal_flip": True}  # fmt: skip
 
     def train(run, steps):
         torchrun(num_processes, *tiny.arguments(tmp_path / run, train__steps=steps, **options))

@@ -64,7 +64,7 @@ def test_launch_lines_name_files_and_options_that_exist(monkeypatch):
             if word.startswith("configs/"):
                 assert (ROOT / word).is_file(), word
         arguments = words[words.index("train.py") + 1 :]
-        assert cli.parse(Config, arguments, prog="train.py").objective.name == "flow"
+        assert cli.parse(Config, arguments, prog="train.py").process.name == "flow"
     for preset in ("one_gpu", "eight_gpus", "several_machines", "fsdp"):
         assert (ROOT / "configs" / "accelerate" / f"{preset}.yaml").is_file()
 
@@ -122,8 +122,9 @@ def test_own_images_and_public_weights(clone):
     ]  # fmt: skip
     images = image_folder(clone / "other", {"a": 3, "b": 3, "c": 3}, size=64)
     python(
-        clone / "train.py", "--config", clone / "configs" / "sit.yaml", "--run", clone / "first", "--data.path", images,
-        "--data.from_images=true", "--data.images.image_size=64", "--codec.vae", vae, "--model.attention=vca", *small,
+        clone / "train.py", "--config", clone / "configs" / "sit.yaml", "--run_dir", clone / "first",
+        "--data.path", images, "--data.from_images=true", "--data.images.image_size=64", "--vae.path", vae,
+        "--model.attention=vca", *small,
     )  # fmt: skip
     _, stderr = run(train, clone, *small, **{"runs/table2/sit-s-2-vca": "first"})
     assert "has 4 labels, this network 3: the label table is new" in stderr

@@ -104,7 +104,7 @@ def test_the_imagenet_path(tmp_path):
 
 def killed_once(words):
     """Start the training on two processes and kill all of it when it has a checkpoint."""
-    run = next(ROOT.joinpath(words[i + 1]) for i, word in enumerate(words) if word == "--run")
+    run = next(ROOT.joinpath(words[i + 1]) for i, word in enumerate(words) if word == "--run_dir")
     process = launch(2, words)
     wait_for(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step_*")), process)
     os.killpg(process.pid, signal.SIGKILL)

@@ -25,14 +25,14 @@ from vcagen.sampling.noise import SeededNoise
 SHA = {name: name * 16 for name in ("ref1", "ref2", "inc1", "vae1", "vae2")}
 SCORES = {"dit": 70.5, "dit-vca": 65.25, "sit": 60.0, "sit-vca": 61.5}
 ROWS = [
-    {"name": "DiT", "run": "dit", "set": {"objective.name": "diffusion"},
+    {"name": "DiT", "run": "dit", "set": {"process.name": "diffusion"},
      "published": {"params": 33.1, "gflops": 0.4, "fid": 68.0}},
     {"name": "DiT + VCA", "run": "dit-vca", "baseline": "DiT",
-     "set": {"objective.name": "diffusion", "model.attention": "vca"},
+     "set": {"process.name": "diffusion", "model.attention": "vca"},
      "published": {"params": 33.7, "gflops": 0.4, "fid": 63.0}, "note": "a note of the row"},
-    {"name": "SiT", "run": "sit", "set": {"objective.name": "flow"}, "published": {"fid": 57.0}},
+    {"name": "SiT", "run": "sit", "set": {"process.name": "flow"}, "published": {"fid": 57.0}},
     {"name": "SiT + VCA", "run": "sit-vca", "baseline": "SiT",
-     "set": {"objective.name": "flow", "model.attention": "vca"}, "published": {"fid": 53.0}},
+     "set": {"process.name": "flow", "model.attention": "vca"}, "published": {"fid": 53.0}},
 ]  # fmt: skip
 
 
@@ -43,9 +43,9 @@ def write_table(folder, rows=ROWS, **more):
     return path
 
 
-def result(fid, objective="diffusion", **changes):
+def result(fid, process="diffusion", **changes):
     """results.json as sample.py writes it, with dotted changes; None removes."""
-    sampler = {"sampler": "ddpm"} if objective == "diffusion" else {"sampler": "sde", "diffusion_form": "sigma"}
+    sampler = {"sampler": "ddpm"} if process == "diffusion" else {"sampler": "sde", "diffusion_form": "sigma"}
     values = {
         "metrics": {"fid_50k": fid, "is_mean": 20.0},
         "n_samples": 50_000,
@@ -84,7 +84,7 @@ def make(folder, *, rows=ROWS, changes=None, **more):
     path = write_table(folder, rows, **more)
     for row in load_table(path).rows:
         config = row.config()
-        values = result(SCORES[row.run], config.objective.name, **(changes or {}).get(row.run, {}))
+        values = result(SCORES[row.run], config.process.name, **(changes or {}).get(row.run, {}))
         write_run(folder / "runs" / row.run, config, {"a": values})
     return path
 
@@ -268,7 +268,7 @@ def test_a_damaged_run_is_named(tmp_path):
         config.write_text(text)
         with pytest.raises(ValueError, match=r"dit/config\.yaml: (damaged|not the configuration of a run: )"):
             read_run(run)
-    for part in ("model", "train", "data", "objective"):
+    for part in ("model", "train", "data", "process"):
         config.write_text(yaml.safe_dump({key: value for key, value in good.items() if key != part}))
         with pytest.raises(ValueError, match=rf"dit/config\.yaml: not the configuration of a run: {part}\..* missing"):
             read_run(run)
@@ -392,9 +392,9 @@ def test_the_miniature_is_the_experiment_of_the_paper():
     assert len(table.rows) == 8
     assert len({row.run for row in table.rows}) == 8
     configs = [row.config() for row in table.rows]
-    assert {(c.objective.name, c.model.attention, str(c.model.attention_options)) for c in configs} == {
-        (objective, attention, options)
-        for objective in ("diffusion", "flow")
+    assert {(c.process.name, c.model.attention, str(c.model.attention_options)) for c in configs} == {
+        (process, attention, options)
+        for process in ("diffusion", "flow")
         for attention, options in [("mhsa", "{}"), *(("vca", f"{{'contrast_grid': [{n}, {n}]}}") for n in (2, 4, 8))]
     }
     for config in configs:

@@ -18,30 +18,31 @@ import torch
 from helpers import ROOT, python, tiny_vae, torchrun, user_error
 from PIL import Image
 
-from vcagen.build import build_model, load_run
-from vcagen.config.options import CodecConfig, Config, ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.build import build_model
+from vcagen.config.options import Config, ModelConfig, ProcessConfig, SamplingConfig, VaeConfig
 from vcagen.data.latents import DataSpec
-from vcagen.data.vae import LatentCodec
+from vcagen.data.vae import LatentVAE
 from vcagen.networks import weights as checkpoints
 from vcagen.processes import samplers
+from vcagen.sampling.load_run import load_run
 from vcagen.system.run_folder import checkpoint_folder
 
 SETTINGS = ("--num_images", "10", "--batch", "4", "--num_steps", "5")
 
 
-def tiny_run(folder, objective="diffusion", *, width=16, dropout=0.1, sampling=None, nan=False, vae="identity"):
+def tiny_run(folder, process="diffusion", *, width=16, dropout=0.1, sampling=None, nan=False, vae="identity"):
     """A run folder as train.py leaves it, of random weights on 8 x 8 latents of cats, dogs and eels."""
-    codec = LatentCodec(str(vae))
-    data = DataSpec.of(codec.description(), 8 * codec.downsample, ["cat", "dog", "eel"])
+    vae = LatentVAE(str(vae))
+    data = DataSpec.of(vae.description(), 8 * vae.downsample, ["cat", "dog", "eel"])
     config = Config(
-        run=str(folder),
+        run_dir=str(folder),
         model=ModelConfig(size="S/2", hidden_size=width, depth=1, class_dropout_prob=dropout,
                           num_heads=2 if width < 384 else None),
-        objective=ObjectiveConfig(name=objective),
-        codec=CodecConfig(vae=str(vae)),
+        process=ProcessConfig(name=process),
+        vae=VaeConfig(path=str(vae)),
         sampling=sampling or SamplingConfig(),
     )  # fmt: skip
-    model = build_model(config.model, config.objective, data)
+    model = build_model(config.model, config.process, data)
     generator = torch.Generator().manual_seed(0)
     state = {name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
     if nan:
@@ -84,10 +85,10 @@ def pixels(folder):
 # --- what it makes ---
 
 
-@pytest.mark.parametrize("objective", ["diffusion", "flow"])
-def test_images_scores_and_records(tmp_path, objective, capsys):
-    run, reference = tiny_run(tmp_path / "run", objective), a_reference(tmp_path / "reference.npz")
-    sample("--run", run, "--out", tmp_path / "out", "--npz", "true", *SETTINGS, *reference)
+@pytest.mark.parametrize("process", ["diffusion", "flow"])
+def test_images_scores_and_records(tmp_path, process, capsys):
+    run, reference = tiny_run(tmp_path / "run", process), a_reference(tmp_path / "reference.npz")
+    sample("--run_dir", run, "--out", tmp_path / "out", "--npz", "true", *SETTINGS, *reference)
     out = tmp_path / "out"
     assert list(files(out)) == [f"{i:06d}.png" for i in range(10)]
     with np.load(out / "samples.npz") as archive:
@@ -104,7 +105,7 @@ def test_images_scores_and_records(tmp_path, objective, capsys):
         "labels": "random",
     }
     assert {key: manifest[key] for key in expected} == expected
-    assert manifest["sampler"] == ("ddpm" if objective == "diffusion" else "sde")
+    assert manifest["sampler"] == ("ddpm" if process == "diffusion" else "sde")
     assert manifest["weights_sha256"] == load_run(run).weights_sha256
     result = json.loads((out / "results.json").read_text())
     assert json.loads(capsys.readouterr().out) == result["metrics"]
@@ -122,7 +123,7 @@ def test_the_scores_are_those_of_evaluate(tmp_path, capsys):
     from vcagen.__main__ import main
 
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
-    sample("--run", run, "--out", tmp_path / "out", *SETTINGS, *reference)
+    sample("--run_dir", run, "--out", tmp_path / "out", *SETTINGS, *reference)
     sampled = json.loads(capsys.readouterr().out)
     main(["evaluate", str(tmp_path / "out" / "images"), *reference, "--out", str(tmp_path / "r.json")])
     evaluated = json.loads(capsys.readouterr().out)
@@ -135,10 +136,10 @@ def test_evaluate_later_knows_how_the_images_were_made(tmp_path, capsys):
     from vcagen.__main__ import main
 
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
-    sample("--run", run, "--out", tmp_path / "out", *SETTINGS)
+    sample("--run_dir", run, "--out", tmp_path / "out", *SETTINGS)
     main(["evaluate", str(tmp_path / "out"), *reference])
     evaluated = json.loads((tmp_path / "out" / "results.json").read_text())
-    sample("--run", run, "--out", tmp_path / "out", *SETTINGS, *reference)
+    sample("--run_dir", run, "--out", tmp_path / "out", *SETTINGS, *reference)
     sampled = json.loads((tmp_path / "out" / "results.json").read_text())
     assert evaluated.keys() == sampled.keys()
     for name in ("uint8_rule", "sampler", "model", "vae", "sampling"):
@@ -150,13 +151,13 @@ def test_evaluate_later_knows_how_the_images_were_made(tmp_path, capsys):
 
 def test_scores_can_come_later_and_from_nothing_but_features(tmp_path, capsys):
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
-    sample("--run", run, "--out", tmp_path / "a", *SETTINGS)
+    sample("--run_dir", run, "--out", tmp_path / "a", *SETTINGS)
     assert not (tmp_path / "a" / "results.json").exists()
     capsys.readouterr()
-    sample("--run", run, "--out", tmp_path / "a", *SETTINGS, *reference)
+    sample("--run_dir", run, "--out", tmp_path / "a", *SETTINGS, *reference)
     later = capsys.readouterr()
     assert "(0 network calls" in later.err
-    sample("--run", run, "--out", tmp_path / "b", "--png", "false", *SETTINGS, *reference)
+    sample("--run_dir", run, "--out", tmp_path / "b", "--png", "false", *SETTINGS, *reference)
     assert json.loads(capsys.readouterr().out) == json.loads(later.out)
     assert not (tmp_path / "b" / "images").exists()
     assert (tmp_path / "a" / "preview.png").read_bytes() == (tmp_path / "b" / "preview.png").read_bytes()
@@ -165,7 +166,7 @@ def test_scores_can_come_later_and_from_nothing_but_features(tmp_path, capsys):
 def test_batch_and_decode_batch_do_not_matter(tmp_path):
     run = tiny_run(tmp_path / "run")
     for batch in 4, 1, 7:
-        sample("--run", run, "--out", tmp_path / str(batch), *SETTINGS, "--batch", batch, "--decode_batch", 3)
+        sample("--run_dir", run, "--out", tmp_path / str(batch), *SETTINGS, "--batch", batch, "--decode_batch", 3)
     for batch in 1, 7:
         assert abs(pixels(tmp_path / str(batch)) - pixels(tmp_path / "4")).max() <= 1
 
@@ -177,10 +178,10 @@ def test_options_change_the_images(tmp_path):
                 "bf16": ("--precision", "bf16")}  # fmt: skip
     made = {}
     for name, options in variants.items():
-        sample("--run", run, "--out", tmp_path / name, *SETTINGS, *options)
+        sample("--run_dir", run, "--out", tmp_path / name, *SETTINGS, *options)
         made[name] = pixels(tmp_path / name).tobytes()
     assert len(set(made.values())) == len(made)
-    sample("--run", run, "--out", tmp_path / "number", *SETTINGS, "--labels", "1")
+    sample("--run_dir", run, "--out", tmp_path / "number", *SETTINGS, "--labels", "1")
     assert pixels(tmp_path / "number").tobytes() == made["label"]
     assert json.loads((tmp_path / "label" / "manifest.json").read_text())["labels"] == [1]
 
@@ -189,7 +190,7 @@ def test_the_runs_own_settings_and_folder_are_the_default(tmp_path):
     run = tiny_run(
         tmp_path / "run", "flow", sampling=SamplingConfig(num_images=3, num_steps=4, sampler="ode", method="euler")
     )
-    sample("--run", run, "--batch", 4)
+    sample("--run_dir", run, "--batch", 4)
     (out,) = (run / "samples").iterdir()
     assert out.name == "step_0000010_ode_4_cfg1.0_seed0_n3"
     assert len(files(out)) == 3
@@ -198,27 +199,27 @@ def test_the_runs_own_settings_and_folder_are_the_default(tmp_path):
 def test_the_vae_is_found_where_it_is_now_and_no_other_is_taken(tmp_path):
     tiny_vae(tmp_path / "vae")
     run = tiny_run(tmp_path / "run", vae=tmp_path / "vae")
-    sample("--run", run, "--out", tmp_path / "a", *SETTINGS, "--npz", "true")
-    scale = LatentCodec(str(tmp_path / "vae")).downsample
+    sample("--run_dir", run, "--out", tmp_path / "a", *SETTINGS, "--npz", "true")
+    scale = LatentVAE(str(tmp_path / "vae")).downsample
     assert pixels(tmp_path / "a").shape == (10, 8 * scale, 8 * scale, 3)
     (tmp_path / "vae").rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="this VAE cannot be loaded"):
-        sample("--run", run, "--out", tmp_path / "b", *SETTINGS)
+        sample("--run_dir", run, "--out", tmp_path / "b", *SETTINGS)
     tiny_vae(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="another VAE"):
-        sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "other")
+        sample("--run_dir", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "other")
     assert not (tmp_path / "b").exists()
-    sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "moved", "--decode_batch", 4)
+    sample("--run_dir", run, "--out", tmp_path / "b", *SETTINGS, "--vae", tmp_path / "moved", "--decode_batch", 4)
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_public_files_sample_as_ours(tmp_path):
     """The same weights in the public containers, found by the name or by an option, give the same images."""
-    for objective, name in ("diffusion", "DiT-S-2.pt"), ("flow", "SiT-S-2.pt"):
-        run = tiny_run(tmp_path / objective, objective, width=384)
-        sample("--run", run, "--out", tmp_path / f"{objective}-ours", *SETTINGS)
+    for process, name in ("diffusion", "DiT-S-2.pt"), ("flow", "SiT-S-2.pt"):
+        run = tiny_run(tmp_path / process, process, width=384)
+        sample("--run_dir", run, "--out", tmp_path / f"{process}-ours", *SETTINGS)
         state = dict(load_run(run).model.state_dict())
-        if objective == "flow":  # the public network predicts twice the channels and drops the second half
+        if process == "flow":  # the public network predicts twice the channels and drops the second half
             for key in "final_layer.linear.weight", "final_layer.linear.bias":
                 value = state[key].unflatten(0, (4, 1, 3))
                 state[key] = torch.cat([value, torch.randn_like(value)], dim=1).flatten(0, 2)
@@ -229,20 +230,20 @@ def test_public_files_sample_as_ours(tmp_path):
         }
         torch.save(content, tmp_path / name)
         torch.save(content, tmp_path / "weights.pt")
-        sample("--checkpoint", tmp_path / name, "--vae", "identity", "--out", tmp_path / f"{objective}-a", *SETTINGS)
-        assert files(tmp_path / f"{objective}-a") == files(tmp_path / f"{objective}-ours")
-        with pytest.raises(ValueError, match="does not tell whether it is DiT or SiT; give --objective"):
+        sample("--checkpoint", tmp_path / name, "--vae", "identity", "--out", tmp_path / f"{process}-a", *SETTINGS)
+        assert files(tmp_path / f"{process}-a") == files(tmp_path / f"{process}-ours")
+        with pytest.raises(ValueError, match="does not tell whether it is DiT or SiT; give --process"):
             sample("--checkpoint", tmp_path / "weights.pt", "--vae", "identity", "--out", tmp_path / "no", *SETTINGS)
-        sample("--checkpoint", tmp_path / "weights.pt", "--objective", objective, "--vae", "identity",
-               "--out", tmp_path / f"{objective}-b", *SETTINGS)  # fmt: skip
-        assert files(tmp_path / f"{objective}-b") == files(tmp_path / f"{objective}-ours")
+        sample("--checkpoint", tmp_path / "weights.pt", "--process", process, "--vae", "identity",
+               "--out", tmp_path / f"{process}-b", *SETTINGS)  # fmt: skip
+        assert files(tmp_path / f"{process}-b") == files(tmp_path / f"{process}-ours")
 
 
 def test_an_exported_file_is_all_that_sampling_needs(tmp_path, capsys):
     from vcagen.__main__ import main
 
     run = tiny_run(tmp_path / "run")
-    sample("--run", run, "--out", tmp_path / "a", *SETTINGS)
+    sample("--run_dir", run, "--out", tmp_path / "a", *SETTINGS)
     main(["export", str(run), "--out", str(tmp_path / "x.safetensors")])
     capsys.readouterr()
     main(["inspect", str(tmp_path / "x.safetensors"), "--json", "-"])
@@ -258,14 +259,14 @@ def test_an_exported_file_is_all_that_sampling_needs(tmp_path, capsys):
 
 
 def test_dry_run_makes_nothing(tmp_path, capsys):
-    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--dry_run", "true")
+    sample("--run_dir", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--dry_run", "true")
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_images"], plan["chunks"], plan["num_steps"]) == (50_000, 782, 250)
     assert not (tmp_path / "out").exists()
 
 
 def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
-    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, "--cfg_scale", 0)
+    sample("--run_dir", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, "--cfg_scale", 0)
     assert "unconditional" in capsys.readouterr().err
 
 
@@ -288,7 +289,7 @@ def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
         (("--decode_batch", "0"), "decode_batch: 0"),
         (("--decode_batch", "-2"), "decode_batch: -2"),
         (("--labels", ""), "labels: '' is not a class"),
-        (("--objective", "flow"), "objective: flow; the weights were trained for diffusion"),
+        (("--process", "flow"), "process: flow; the weights were trained for diffusion"),
         (("--reference", "nowhere.npz", "--extractor", "pixels"), r"reference: nowhere\.npz"),
         (("--reference", "digits", "--extractor", "pixels"), "reference: digits"),
         (("--inception_weights", "nowhere.pth", "--reference", "digits"), r"inception_weights: nowhere\.pth"),
@@ -298,14 +299,14 @@ def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
         (("--seed", str(2**63)), "seed: 9223372036854775808 is not in"),
         (("--cfg_scale", "1e300"), r"cfg_scale: 1e\+300"),
         (("--cfg_scale=-1e300",), r"cfg_scale: -1e\+300"),
-        (("--checkpoint", "x.pt"), "run: give one of"),
+        (("--checkpoint", "x.pt"), "run_dir: give one of"),
         (("--guided_channels", "0", "--cfg_scale", "2"), "guided_channels: 0"),
         (("--guided_channels", "9", "--cfg_scale", "2"), "guided_channels: 9; the latents have 3"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_made(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, *options)
+        sample("--run_dir", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", *SETTINGS, *options)
     assert not (tmp_path / "out").exists()
 
 
@@ -314,14 +315,14 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, 
     monkeypatch.setattr("vcagen.evaluation.features.load_extractor", lambda *_, **__: pytest.fail("work has begun"))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file/.*cannot be written \(Not a directory\)"):
-        sample("--run", run, "--out", tmp_path / "file", *SETTINGS, *reference)
+        sample("--run_dir", run, "--out", tmp_path / "file", *SETTINGS, *reference)
 
 
 def test_a_file_is_no_run(tmp_path):
     weights = tmp_path / "weights.safetensors"
     weights.touch()
-    with pytest.raises(ValueError, match=r"run: .*weights\.safetensors is a file; give it as --checkpoint"):
-        sample("--run", weights, *SETTINGS)
+    with pytest.raises(ValueError, match=r"run_dir: .*weights\.safetensors is a file; give it as --checkpoint"):
+        sample("--run_dir", weights, *SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -333,10 +334,10 @@ def test_a_file_is_no_run(tmp_path):
         (("data",), {"width": -1}),
         (("data",), {"channels": 10**12}),
         (("data",), {"unknown": 1}),
-        (("data",), {"codec": None}),
-        (("data", "codec"), {"scaling_factor": None}),
-        (("data", "codec"), {"scaling_factor": "x"}),
-        (("data", "codec"), {"channels": 4}),
+        (("data",), {"vae": None}),
+        (("data", "vae"), {"scaling_factor": None}),
+        (("data", "vae"), {"scaling_factor": "x"}),
+        (("data", "vae"), {"channels": 4}),
     ],
 )
 def test_damaged_metadata_names_the_file(tmp_path, where, changes):
@@ -351,12 +352,12 @@ def test_damaged_metadata_names_the_file(tmp_path, where, changes):
         sample("--checkpoint", file, *SETTINGS)
 
 
-@pytest.mark.parametrize("part", ["channels", "height", "num_classes", "class_names", "codec", "vae", "sha256"])
+@pytest.mark.parametrize("part", ["channels", "height", "num_classes", "class_names", "vae", "path", "sha256"])
 def test_missing_metadata_names_the_file(tmp_path, part):
     file = tiny_run(tmp_path / "run") / "checkpoints" / "step_0000010" / "model.safetensors"
     read = checkpoints.read_weights(file)
     data = read.metadata["data"]
-    del (data if part in data else data["codec"])[part]
+    del (data if part in data else data["vae"])[part]
     checkpoints.save_weights(file, read.state_dict, read.metadata)
     with pytest.raises(ValueError, match=rf"model\.safetensors: damaged metadata \(.*{part}"):
         sample("--checkpoint", file, *SETTINGS)
@@ -380,34 +381,34 @@ def test_latents_that_are_no_images_need_a_vae(tmp_path, channels):
 def test_a_network_of_pixels_or_of_latents_stays_one(tmp_path):
     tiny_vae(tmp_path / "vae")
     with pytest.raises(ValueError, match=r"vae: .*vae; .* was trained on the pixels"):
-        sample("--run", tiny_run(tmp_path / "a"), "--vae", tmp_path / "vae", *SETTINGS)
+        sample("--run_dir", tiny_run(tmp_path / "a"), "--vae", tmp_path / "vae", *SETTINGS)
     with pytest.raises(ValueError, match=r"vae: identity; "):
-        sample("--run", tiny_run(tmp_path / "b", vae=tmp_path / "vae"), "--vae", "identity", *SETTINGS)
+        sample("--run_dir", tiny_run(tmp_path / "b", vae=tmp_path / "vae"), "--vae", "identity", *SETTINGS)
 
 
 def test_guidance_needs_a_null_label(tmp_path):
     run = tiny_run(tmp_path / "run", dropout=0.0)
-    sample("--run", run, "--out", tmp_path / "out", *SETTINGS)
+    sample("--run_dir", run, "--out", tmp_path / "out", *SETTINGS)
     with pytest.raises(ValueError, match=r"cfg_scale: 2\.0; this network has no null label"):
-        sample("--run", run, "--out", tmp_path / "b", *SETTINGS, "--cfg_scale", "2")
+        sample("--run_dir", run, "--out", tmp_path / "b", *SETTINGS, "--cfg_scale", "2")
 
 
 def test_another_run_in_the_same_folder_is_refused_by_field(tmp_path):
     run, out = tiny_run(tmp_path / "run"), tmp_path / "out"
-    sample("--run", run, "--out", out, *SETTINGS)
+    sample("--run_dir", run, "--out", out, *SETTINGS)
     before = files(out)
     for field, options in {
         "cfg_scale": ("--cfg_scale", "1.5"), "seed": ("--seed", "1"), "num_steps": ("--num_steps", "6"),
         "weights_sha256|ema_decay": ("--weights", "raw"), "sampler": ("--sampler", "ddim"), "labels": ("--labels", "0"),
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=rf"^({field}): .* was made with"):
-            sample("--run", run, "--out", out, *SETTINGS, *options)
+            sample("--run_dir", run, "--out", out, *SETTINGS, *options)
     assert files(out) == before
 
 
 def test_nan_is_one_line_and_no_black_image(tmp_path):
     run = tiny_run(tmp_path / "run", nan=True)
-    line = user_error("sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS)
+    line = user_error("sample.py", "--run_dir", run, "--out", tmp_path / "out", *SETTINGS)
     assert line.startswith("error: image 0: ")
     assert list((tmp_path / "out" / "images").iterdir()) == []
 
@@ -415,7 +416,7 @@ def test_nan_is_one_line_and_no_black_image(tmp_path):
 def test_missing_inception_weights_keep_the_images_and_say_what_to_do(tmp_path):
     run, (_, reference, *_) = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
     line = user_error(
-        "sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS, "--reference", reference,
+        "sample.py", "--run_dir", run, "--out", tmp_path / "out", *SETTINGS, "--reference", reference,
         env={"TORCH_HOME": str(tmp_path / "torch"), "HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
     )  # fmt: skip
     assert "--inception_weights PATH" in line
@@ -433,7 +434,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path, num_images, batch):
     metrics = []
     for processes in 1, 2, 3:
         out = tmp_path / str(processes)
-        args = ("sample.py", "--run", run, "--out", out, *SETTINGS, *reference)
+        args = ("sample.py", "--run_dir", run, "--out", out, *SETTINGS, *reference)
         args += ("--num_images", num_images, "--batch", batch, "--npz", "true")
         python(*args) if processes == 1 else torchrun(processes, *args)
         result = json.loads((out / "results.json").read_text())
@@ -449,7 +450,7 @@ def test_the_number_of_processes_does_not_matter(tmp_path, num_images, batch):
 def test_a_mistake_ends_all_processes(tmp_path):
     run = tiny_run(tmp_path / "run", nan=True)
     start = time.monotonic()
-    _, stderr = torchrun(2, "sample.py", "--run", run, "--out", tmp_path / "out", *SETTINGS, code=1)
+    _, stderr = torchrun(2, "sample.py", "--run_dir", run, "--out", tmp_path / "out", *SETTINGS, code=1)
     assert "error: image 0: " in stderr
     assert time.monotonic() - start < 60
 
@@ -464,7 +465,7 @@ def _sample_quietly(args):
 def test_twenty_kills(tmp_path):
     """60 images, kill -9 at a random moment, the same command again: equal to the undisturbed run, 20 of 20."""
     run, reference = tiny_run(tmp_path / "run"), a_reference(tmp_path / "reference.npz")
-    args = ["--run", run, *SETTINGS, *reference, "--num_images", 60, "--num_steps", 50, "--npz", "true", "--out"]
+    args = ["--run_dir", run, *SETTINGS, *reference, "--num_images", 60, "--num_steps", 50, "--npz", "true", "--out"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vcagen.build", "vcagen.evaluation.evaluate", "test_sample"])
 
@@ -506,6 +507,6 @@ def test_a_new_sampler_is_a_function_and_a_line(tmp_path, monkeypatch):
         return torch.full_like(noise, eta)
 
     monkeypatch.setitem(samplers.SAMPLERS, "still", still_sample)
-    sample("--run", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--num_images", 3, "--batch", 2,
+    sample("--run_dir", tiny_run(tmp_path / "run"), "--out", tmp_path / "out", "--num_images", 3, "--batch", 2,
            "--sampler", "still", "--eta", "0.5")  # fmt: skip
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["eta"] == 0.5

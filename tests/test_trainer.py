@@ -24,12 +24,12 @@ from vcagen.training.ema import EMA
 from vcagen.training.trainer import local_part
 
 
-@pytest.mark.parametrize("objective", ["flow", "diffusion"])
-def test_six_steps_are_three_and_three(tmp_path, objective):
-    tiny.train(tmp_path / "whole", objective__name=objective, log__log_every=2)
-    tiny.train(tmp_path / "parts", objective__name=objective, log__log_every=2, train__steps=3)
+@pytest.mark.parametrize("process", ["flow", "diffusion"])
+def test_six_steps_are_three_and_three(tmp_path, process):
+    tiny.train(tmp_path / "whole", process__name=process, log__log_every=2)
+    tiny.train(tmp_path / "parts", process__name=process, log__log_every=2, train__steps=3)
     metrics_of_three = tiny.metrics(tmp_path / "parts")
-    trainer = tiny.train(tmp_path / "parts", objective__name=objective, log__log_every=2)
+    trainer = tiny.train(tmp_path / "parts", process__name=process, log__log_every=2)
     assert trainer.step == 6
     assert tiny.same_state(tiny.state(tmp_path / "whole", 6), tiny.state(tmp_path / "parts", 6))
     assert [line["step"] for line in metrics_of_three] == [2, 3]
@@ -77,7 +77,7 @@ def test_stops_in_the_middle_of_an_epoch(tmp_path, monkeypatch):
     read = ImageDataset.__getitems__
     monkeypatch.setattr(ImageDataset, "__getitems__", lambda self, items: seen.append(items) or read(self, items))
     options = {"data__path": str(tmp_path / "images"), "data__from_images": True, "data__images__image_size": 8,
-               "codec__vae": "identity", "train__batch_size": 5, "data__horizontal_flip": True}  # fmt: skip
+               "vae__path": "identity", "train__batch_size": 5, "data__horizontal_flip": True}  # fmt: skip
     runs = {}
     for name, stops in (("whole", [18]), ("eight", [8, 18]), ("six", [6, 18])):
         seen.clear()
@@ -135,7 +135,7 @@ def test_ema_without_warmup_starts_as_the_initial_weights():
 
 
 def test_first_loss_of_a_new_network_is_the_power_of_the_noise(tmp_path):
-    tiny.train(tmp_path, objective__name="diffusion", train__batch_size=512, train__steps=1)
+    tiny.train(tmp_path, process__name="diffusion", train__batch_size=512, train__steps=1)
     assert tiny.metrics(tmp_path)[0]["mse"] == pytest.approx(1.0, abs=0.02)
 
 
@@ -209,7 +209,7 @@ def test_another_configuration_is_refused_by_field(tmp_path):
 
 
 def test_other_data_is_refused(tmp_path):
-    options = {"data__from_images": True, "data__images__image_size": 8, "codec__vae": "identity"}
+    options = {"data__from_images": True, "data__images__image_size": 8, "vae__path": "identity"}
     for folder, counts in (("one", {"a": 2, "b": 2}), ("moved", {"a": 2, "b": 2}), ("more", {"a": 2, "b": 3}),
                            ("other", {"a": 2, "c": 2})):  # fmt: skip
         image_folder(tmp_path / folder, counts, size=8)
@@ -419,7 +419,7 @@ def test_one_class_without_dropout_trains(tmp_path):
         Image.new("RGB", (8, 8), (80 * index, 0, 0)).save(tmp_path / "images" / f"{index}.png")
     trainer = tiny.train(
         tmp_path / "run", data__path=str(tmp_path / "images"), data__from_images=True, data__images__image_size=8,
-        codec__vae="identity", model__class_dropout_prob=0.0,
+        vae__path="identity", model__class_dropout_prob=0.0,
     )  # fmt: skip
     assert trainer.network.null_label is None
     assert trainer.network.num_classes == 1
@@ -480,7 +480,7 @@ def test_bad_values_are_named(tmp_path, option, value, message):
 @pytest.mark.parametrize("run", ["", " "])
 def test_a_run_needs_a_folder(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^run: '"):
+    with pytest.raises(ValueError, match=r"^run_dir: '"):
         tiny.train(run)
     assert list(tmp_path.iterdir()) == []
 

@@ -37,8 +37,8 @@ def reads_of_fit(run, **options):
 
 
 VARIANTS = {
-    "flow": {"objective__name": "flow"},
-    "diffusion": {"objective__name": "diffusion"},
+    "flow": {"process__name": "flow"},
+    "diffusion": {"process__name": "diffusion"},
     "parts, clipped, warm-up": {"train__micro_batch_size": 3, "train__max_grad_norm": 1.0, "train__ema_warmup": True},
     "bf16": {"train__precision": "bf16"},
 }

@@ -10,7 +10,7 @@ from vcagen.paper.table import nested
 from vcagen.training import setup as build_training
 
 OPTIONS = {
-    "objective.name": "flow",
+    "process.name": "flow",
     "model.hidden_size": 16,
     "model.depth": 1,
     "model.num_heads": 2,
@@ -30,13 +30,13 @@ OPTIONS = {
 def config(run, **options) -> Config:
     """Dotted options with `__` for the dots."""
     given = {name.replace("__", "."): value for name, value in options.items()}
-    return cli.from_mapping(Config, {"run": str(run), **nested({**OPTIONS, **given})})
+    return cli.from_mapping(Config, {"run_dir": str(run), **nested({**OPTIONS, **given})})
 
 
 def arguments(run, **options):
     """The same as command-line arguments of train.py."""
     given = {**OPTIONS, **{name.replace("__", "."): value for name, value in options.items()}}
-    return ["train.py", "--run", str(run), *(f"--{k}={json.dumps(v) if not isinstance(v, str) else v}"
+    return ["train.py", "--run_dir", str(run), *(f"--{k}={json.dumps(v) if not isinstance(v, str) else v}"
                                               for k, v in given.items())]  # fmt: skip
 
 

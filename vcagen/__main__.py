@@ -104,15 +104,15 @@ def cost(args: list[str]) -> None:
     from vcagen.system.files import write_json
 
     if config.table is None:
-        name = f"{config.objective.name} {config.model.size} {config.model.attention}"
+        name = f"{config.process.name} {config.model.size} {config.model.attention}"
         title, latents = "", Latents()
-        rows = [(Row(name, "", {}, {}), Config("", model=config.model, objective=config.objective))]
+        rows = [(Row(name, "", {}, {}), Config("", model=config.model, process=config.process))]
     else:
         table = load_table(config.table)
         title, latents, rows = table.title, table.latents, [(row, row.config()) for row in table.rows]
     given = {"channels": config.channels, "size": config.latent_size, "num_classes": config.num_classes}
     data = data_spec(replace(latents, **{name: value for name, value in given.items() if value is not None}))
-    costs = [(row, build_cost(c.model, c.objective, data)) for row, c in rows]
+    costs = [(row, build_cost(c.model, c.process, data)) for row, c in rows]
     text, values = cost_table(title, costs)
     print(text)
     if config.json:
@@ -205,8 +205,8 @@ def export(args: list[str]) -> None:
     from vcagen.config.job_options import ExportConfig
     from vcagen.networks import weights as checkpoints
 
-    config = cli.parse(ExportConfig, args, prog="python -m vcagen export", positional="run")
-    source = checkpoints.export_weights(config.run, config.out, weights=config.weights, step=config.step)
+    config = cli.parse(ExportConfig, args, prog="python -m vcagen export", positional="run_dir")
+    source = checkpoints.export_weights(config.run_dir, config.out, weights=config.weights, step=config.step)
     print(f"{config.out}: {source}", file=sys.stderr)
 
 

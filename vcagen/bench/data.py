@@ -104,10 +104,10 @@ def write_latents(folder: Path, items: int) -> torch.Tensor:
     """A set of shards of random moments, all of one class; returns the moments (n, 2, 8, 32, 32) that come in turn."""
     names = tuple(f"{i:07}.png" for i in range(items))
     pixels = Pixels(names, (0,) * items, ("image",), 3, 256, partial(read_pixels, size=256))
-    codec = {"vae": "synthetic", "sha256": "", "scaling_factor": 1.0, "shift_factor": 0.0, "channels": 4}
+    vae = {"path": "synthetic", "sha256": "", "scaling_factor": 1.0, "shift_factor": 0.0, "channels": 4}
     shards = -(-items // SHARD_SIZE)
     metadata: dict[str, Any] = {
-        "format": 1, "codec": {**codec, "downsample": 8}, "image_size": 256, "class_names": ["image"], "count": items,
+        "format": 1, "vae": {**vae, "downsample": 8}, "image_size": 256, "class_names": ["image"], "count": items,
         "shard_size": SHARD_SIZE, "shards": shards,
     }  # fmt: skip
     moments = torch.randn(min(items, SHARD_SIZE), 2, 8, 32, 32, dtype=torch.float16)

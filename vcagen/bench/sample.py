@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vcagen.bench._networks import sd_vae
 from vcagen.bench._timing import open_device, seconds_of
-from vcagen.build import build_model, build_objective, build_sampler
+from vcagen.build import build_model, build_process, build_sampler
 from vcagen.config import command_line as cli
-from vcagen.config.options import ModelConfig, ObjectiveConfig, SamplingConfig
+from vcagen.config.options import ModelConfig, ProcessConfig, SamplingConfig
 from vcagen.data.latents import DataSpec
-from vcagen.data.vae import LatentCodec
+from vcagen.data.vae import LatentVAE
 from vcagen.evaluation.evaluate import Evaluator
 from vcagen.evaluation.features import PixelFeatures
 from vcagen.sampling.image_store import SampleStore
@@ -34,7 +34,7 @@ class SampleBenchConfig:
     """Network."""
     attention: str = "mhsa"
     """Its attention."""
-    objective: Literal["diffusion", "flow"] = "diffusion"
+    process: Literal["diffusion", "flow"] = "diffusion"
     """DDPM or SDE sampling."""
     image_size: int = 256
     """Side of the images in pixels."""
@@ -76,13 +76,13 @@ def main(args: list[str]) -> None:
     cli.at_least(config, num_images=1, batch=1, num_steps=1, repeats=1)
     device = open_device(config.device)
     with tempfile.TemporaryDirectory() as folder:
-        codec = LatentCodec(_random_vae(folder) if config.vae == "random" else config.vae, device=device)
-        data = DataSpec.of(codec.description(), config.image_size, [str(label) for label in range(1000)])
-        objective = ObjectiveConfig(name=config.objective)
-        model = build_model(ModelConfig(size=config.size, attention=config.attention), objective, data)
-        network, decode = Timed(model.to(device).eval().requires_grad_(False), device), Timed(codec.decode, device)
-        settings = resolve_sampling(SamplingConfig(num_steps=config.num_steps), SamplingConfig(), config.objective)
-        sample = build_sampler(network, build_objective(objective), settings, null_label=model.null_label)
+        vae = LatentVAE(_random_vae(folder) if config.vae == "random" else config.vae, device=device)
+        data = DataSpec.of(vae.description(), config.image_size, [str(label) for label in range(1000)])
+        process = ProcessConfig(name=config.process)
+        model = build_model(ModelConfig(size=config.size, attention=config.attention), process, data)
+        network, decode = Timed(model.to(device).eval().requires_grad_(False), device), Timed(vae.decode, device)
+        settings = resolve_sampling(SamplingConfig(num_steps=config.num_steps), SamplingConfig(), config.process)
+        sample = build_sampler(network, build_process(process), settings, null_label=model.null_label)
         run = Timed(partial(_run, sample, decode, config, data, device), device)
         bare = partial(_bare, network.function, decode.function, config, data, device)
         whole: list[float] = []

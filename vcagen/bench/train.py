@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from vcagen.bench._timing import in_turns, open_device, ratio
 from vcagen.bench.data import write_latents
-from vcagen.build import build_accelerator, build_model, build_objective
+from vcagen.build import build_accelerator, build_model, build_process
 from vcagen.config import command_line as cli
-from vcagen.config.options import CheckpointConfig, LogConfig, ModelConfig, ObjectiveConfig, TrainConfig
+from vcagen.config.options import CheckpointConfig, LogConfig, ModelConfig, ProcessConfig, TrainConfig
 from vcagen.data.latents import LatentDataset
-from vcagen.data.vae import LatentCodec
+from vcagen.data.vae import LatentVAE
 from vcagen.paper.table import markdown
 from vcagen.system.files import write_json
 from vcagen.training.trainer import Trainer
@@ -42,7 +42,7 @@ class TrainBenchConfig:
     """float32, or autocast to bfloat16."""
     modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager"])
     """Without and with torch.compile."""
-    objective: Literal["diffusion", "flow"] = "diffusion"
+    process: Literal["diffusion", "flow"] = "diffusion"
     """Process that is learned."""
     batch: int = 8
     """Images a step."""
@@ -110,13 +110,13 @@ def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset,
     GradientState._reset_state()
     precision: Literal["no", "bf16"] = "bf16" if variant.precision == "bf16" else "no"
     model = ModelConfig(size=variant.size, attention=variant.attention)
-    objective = ObjectiveConfig(name=config.objective)
+    process = ProcessConfig(name=config.process)
     return Trainer(
         run=folder,
         accelerator=build_accelerator(mixed_precision=precision),
-        network=build_model(model, objective, replace(dataset.spec, num_classes=CLASSES)),
-        objective=build_objective(objective),
-        codec=LatentCodec.from_description(dataset.spec.codec),
+        network=build_model(model, process, replace(dataset.spec, num_classes=CLASSES)),
+        process=build_process(process),
+        vae=LatentVAE.from_description(dataset.spec.vae),
         dataset=dataset,
         settings=TrainConfig(
             steps=1_000_000,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vcagen.config.command_line import at_least
-from vcagen.config.options import CodecConfig, ImageConfig, ModelConfig, ObjectiveConfig
+from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, VaeConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ExportConfig:
     python -m vcagen export runs/quickstart --out digits.safetensors
     """
 
-    run: str
+    run_dir: str
     """Run folder."""
     out: str
     """New .safetensors file."""
@@ -40,12 +40,21 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class EncodeConfig(CodecConfig, ImageConfig):
+class EncodeConfig(ImageConfig):
     """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing.
 
     python -m vcagen encode imagenet/train --out latents/imagenet256
     """
 
+    vae: str | None = None
+    """Hub name or local folder of a diffusers AutoencoderKL, or identity. Default: stabilityai/sd-vae-ft-ema; identity
+    for the digits."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the VAE."""
+    tiling: bool = False
+    """Encode in tiles, for large images in small memory."""
+    slicing: bool = False
+    """Encode one image at a time."""
     images: str = ""
     """Image folder with one folder a class (or none), or digits."""
     out: str = "latents"
@@ -61,6 +70,10 @@ class EncodeConfig(CodecConfig, ImageConfig):
     dry_run: bool = False
     """Print the plan with bytes and time, and stop."""
 
+    def vae_config(self) -> VaeConfig:
+        """The section of train.py that these options are."""
+        return VaeConfig(path=self.vae, precision=self.precision, tiling=self.tiling, slicing=self.slicing)
+
 
 @dataclass(frozen=True)
 class CostConfig:
@@ -73,7 +86,7 @@ class CostConfig:
     table: str | None = None
     """Table file, such as configs/table2.yaml; its rows are printed beside the published numbers."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
     channels: int | None = None
     """Latent channels. Default: the table's, else 4."""
     latent_size: int | None = None

@@ -35,7 +35,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ProcessConfig:
     """The process that is learned."""
 
     name: Literal["diffusion", "flow"] = "diffusion"
@@ -45,10 +45,10 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class CodecConfig:
+class VaeConfig:
     """Pixels to latents and back."""
 
-    vae: str | None = None
+    path: str | None = None
     """Hub name or local folder of a diffusers AutoencoderKL, or identity for pixel-space training. Default: the VAE of
     the shards; without shards stabilityai/sd-vae-ft-ema, and identity for the digits."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -192,10 +192,10 @@ SAMPLER_OPTIONS = tuple(
 class Config:
     """Train a DiT or SiT. The same command again goes on where the run stopped.
 
-    accelerate launch train.py --config configs/sit.yaml --run runs/x --model.size S/2 --model.attention vca
+    accelerate launch train.py --config configs/sit.yaml --run_dir runs/x --model.size S/2 --model.attention vca
     """
 
-    run: str
+    run_dir: str
     """Run folder: config, metrics, checkpoints, weights, previews, samples."""
     seed: int = 0
     """Seed of the initial weights and of every step."""
@@ -204,8 +204,8 @@ class Config:
     dry_run: bool = False
     """Build everything, print cost, memory and plan, and stop."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    codec: CodecConfig = field(default_factory=CodecConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+    vae: VaeConfig = field(default_factory=VaeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -217,14 +217,14 @@ class Config:
 class SampleConfig(SamplingConfig):
     """Sample images and score them. The same command again makes only what is missing.
 
-    accelerate launch sample.py --run runs/x --num_images 50000 --reference VIRTUAL_imagenet256_labeled.npz
+    accelerate launch sample.py --run_dir runs/x --num_images 50000 --reference VIRTUAL_imagenet256_labeled.npz
     """
 
-    run: str | None = None
+    run_dir: str | None = None
     """Run folder whose newest averaged weights are sampled."""
     checkpoint: str | None = None
     """Weights file instead of a run: ours, or a public DiT or SiT file."""
-    objective: Literal["diffusion", "flow"] | None = None
+    process: Literal["diffusion", "flow"] | None = None
     """What a public file was trained for, where neither its name (DiT, SiT) nor its arguments tell."""
     weights: str | None = None
     """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
@@ -273,7 +273,7 @@ MUTABLE = (
     "log",
     "checkpoint",
     "sampling",
-    "codec",
+    "vae",
     "dry_run",
     "data.path",
     "data.num_workers",

@@ -32,10 +32,10 @@ from vcagen.data.latents import (
     check_image_size,
     check_std,
     latent_std,
-    open_codec,
+    open_vae,
     read_header,
 )
-from vcagen.data.vae import LatentCodec
+from vcagen.data.vae import LatentVAE
 from vcagen.system.files import atomic_file, check_writable, write_json
 
 Gather = Callable[[list[Any]], list[Any]]
@@ -64,19 +64,19 @@ def encode(
         check_writable(_shard(out, 0))
     done = {file: read_header(file)[0] for file in sorted(out.glob("shard_*.safetensors"))}
     pixels, bad = _open_images(config, checked=bool(done) or config.dry_run, rank=rank, size=world_size, gather=gather)
-    codec = open_codec(config.images, config, device)
-    check_image_size(pixels.image_size, codec)
-    settings = _settings(config, pixels, codec)
+    vae = open_vae(config.images, config.vae_config(), device)
+    check_image_size(pixels.image_size, vae)
+    settings = _settings(config, pixels, vae)
     for file, metadata in done.items():
         _refuse_other_settings(file, metadata, settings)
 
     ranges = [range(i, min(i + config.shard_size, len(pixels))) for i in range(0, len(pixels), config.shard_size)]
     missing = [index for index in range(len(ranges)) if _shard(out, index) not in done]
     if rank == 0:
-        _print_plan(config, pixels, codec, shards=len(ranges), missing=len(missing))
+        _print_plan(config, pixels, vae, shards=len(ranges), missing=len(missing))
     if config.dry_run:
         if rank == 0:
-            _print_estimate(config, pixels, codec, sum(len(ranges[i]) for i in missing), world_size)
+            _print_estimate(config, pixels, vae, sum(len(ranges[i]) for i in missing), world_size)
         return
     if rank == 0 and not done:
         _write_skipped(out, bad)
@@ -92,7 +92,7 @@ def encode(
         tqdm(total=total, desc="encoding", unit="img", disable=rank > 0 or not total) as bar,
     ):
         for index in mine:
-            moments = _encode_range(config, pixels, codec, ranges[index], pool, bar)
+            moments = _encode_range(config, pixels, vae, ranges[index], pool, bar)
             write_shard(_shard(out, index), moments, ranges[index], pixels, {**settings, "shard": index})
 
     gather([])
@@ -124,12 +124,12 @@ def _open_images(
     return folder_pixels(without_bad(folder, bad, config), size), bad
 
 
-def _settings(config: EncodeConfig, pixels: Pixels, codec: LatentCodec) -> dict[str, Any]:
+def _settings(config: EncodeConfig, pixels: Pixels, vae: LatentVAE) -> dict[str, Any]:
     """The metadata that all shards of a set share."""
     items = json.dumps([pixels.names, pixels.labels]).encode()
     return {
         "format": 1,
-        "codec": codec.description(),
+        "vae": vae.description(),
         "precision": config.precision,
         "tiling": config.tiling,
         "image_size": pixels.image_size,
@@ -161,23 +161,23 @@ def _shard(out: Path, index: int) -> Path:
 
 
 def _encode_range(
-    config: EncodeConfig, pixels: Pixels, codec: LatentCodec, rows: range, pool: ThreadPoolExecutor, bar: tqdm[Any]
+    config: EncodeConfig, pixels: Pixels, vae: LatentVAE, rows: range, pool: ThreadPoolExecutor, bar: tqdm[Any]
 ) -> Tensor:
     """Moments of a range of images and of their mirror images: (n, 2, M, h, w) in the storage type."""
-    side = pixels.image_size // codec.downsample
-    moments = torch.empty(len(rows), 2, codec.moment_channels, side, side, dtype=getattr(torch, config.dtype))
+    side = pixels.image_size // vae.downsample
+    moments = torch.empty(len(rows), 2, vae.moment_channels, side, side, dtype=getattr(torch, config.dtype))
     batches = [rows[i : i + config.batch] for i in range(0, len(rows), config.batch)]
     for batch, images in zip(batches, _read_ahead(pixels, batches, pool), strict=True):
         part = moments[batch.start - rows.start : batch.stop - rows.start]
-        part[:, 0] = codec.encode_uint8(images)
-        part[:, 1] = codec.encode_uint8(images.flip(-1))
+        part[:, 0] = vae.encode_uint8(images)
+        part[:, 1] = vae.encode_uint8(images.flip(-1))
         finite = part.isfinite().flatten(1).all(1)
         if not bool(finite.all()):
             first = batch[int((~finite).nonzero()[0])]
             raise ValueError(f"{pixels.names[first]}: its latent is not finite in {config.dtype}; try the other dtype")
         bar.update(len(batch))
-    if not codec.is_identity and len(rows) >= min(256, len(pixels)):  # fewer images may have any std
-        check_std(latent_std(moments[:, 0], codec.description()), config.images, codec.vae)
+    if not vae.is_identity and len(rows) >= min(256, len(pixels)):  # fewer images may have any std
+        check_std(latent_std(moments[:, 0], vae.description()), config.images, vae.path)
     return moments
 
 
@@ -218,28 +218,28 @@ def _write_skipped(out: Path, bad: Sequence[tuple[str, str]]) -> None:
         print("\n".join(f"  {reason}" for _, reason in bad[:20]), file=sys.stderr)
 
 
-def _print_plan(config: EncodeConfig, pixels: Pixels, codec: LatentCodec, *, shards: int, missing: int) -> None:
-    side = pixels.image_size // codec.downsample
-    size = 2 * codec.moment_channels * side * side * 2 * len(pixels)
+def _print_plan(config: EncodeConfig, pixels: Pixels, vae: LatentVAE, *, shards: int, missing: int) -> None:
+    side = pixels.image_size // vae.downsample
+    size = 2 * vae.moment_channels * side * side * 2 * len(pixels)
     place = next(path for path in (Path(config.out), *Path(config.out).absolute().parents) if path.exists())
     print(
         f"{config.images}: {len(pixels)} images of {len(pixels.class_names)} classes at {pixels.image_size} pixels -> "
-        f"moments 2 x {codec.moment_channels} x {side} x {side} in {config.dtype}, {shards} shards, {size:,} bytes "
+        f"moments 2 x {vae.moment_channels} x {side} x {side} in {config.dtype}, {shards} shards, {size:,} bytes "
         f"({shutil.disk_usage(place).free:,} free), {shards - missing} shards done",
         file=sys.stdout if config.dry_run else sys.stderr,
     )
 
 
-def _print_estimate(config: EncodeConfig, pixels: Pixels, codec: LatentCodec, images: int, processes: int) -> None:
+def _print_estimate(config: EncodeConfig, pixels: Pixels, vae: LatentVAE, images: int, processes: int) -> None:
     """Time one batch, and say how long `images` take."""
     rows = range(min(config.batch, len(pixels)))
     with ThreadPoolExecutor(config.num_workers or 1) as pool:
         start = time.perf_counter()
         batch = torch.stack(list(pool.map(pixels.read, rows)))
         read = time.perf_counter() - start
-    codec.encode_uint8(batch[:1]).cpu()  # warm up
+    vae.encode_uint8(batch[:1]).cpu()  # warm up
     start = time.perf_counter()
-    codec.encode_uint8(batch).cpu()
+    vae.encode_uint8(batch).cpu()
     encoding = 2 * (time.perf_counter() - start)  # with the mirror images
     seconds = max(read, encoding) / len(rows) * images / processes
     print(

@@ -1,7 +1,7 @@
 """What the network is trained on: sets whose items are the moments of an image or of its mirror image, and a label.
 
 A batch is asked for as `dataset.__getitems__([(index, mirror), ...])` and comes as (moments (N, M, h, w), labels (N,)),
-ready for `codec.sample`; a DataLoader must be given `collate_fn=keep`. M is `codec.moment_channels`.
+ready for `vae.sample`; a DataLoader must be given `collate_fn=keep`. M is `vae.moment_channels`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from vcagen.config.options import CodecConfig, DataConfig
+from vcagen.config.options import DataConfig, VaeConfig
 from vcagen.data.images import Pixels, digits_pixels, find_bad_images, folder_pixels, scan_images, without_bad
-from vcagen.data.vae import DEFAULT_VAE, LatentCodec, NonFiniteError
+from vcagen.data.vae import DEFAULT_VAE, LatentVAE, NonFiniteError
 
 __all__ = [
     "DataSpec",
     "ImageDataset",
-    "LatentCodec",
     "LatentDataset",
+    "LatentVAE",
     "MomentsDataset",
     "NonFiniteError",
     "keep",
@@ -65,14 +65,14 @@ class DataSpec:
     class_names: tuple[str, ...]
     image_size: int
     """Side of the images in pixels."""
-    codec: dict[str, Any]
-    """`LatentCodec.description()`."""
+    vae: dict[str, Any]
+    """`LatentVAE.description()`."""
 
     @classmethod
-    def of(cls, codec: dict[str, Any], image_size: int, class_names: Sequence[str]) -> DataSpec:
-        """The spec of images of that side under that codec description."""
-        side = image_size // codec["downsample"]
-        return cls(codec["channels"], side, side, len(class_names), tuple(class_names), image_size, codec)
+    def of(cls, vae: dict[str, Any], image_size: int, class_names: Sequence[str]) -> DataSpec:
+        """The spec of images of that side under that vae description."""
+        side = image_size // vae["downsample"]
+        return cls(vae["channels"], side, side, len(class_names), tuple(class_names), image_size, vae)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON-able values."""
@@ -85,19 +85,19 @@ class DataSpec:
 
     def differences(self, other: DataSpec) -> list[str]:
         """One "field: mine, not theirs" a field that differs; the VAE counts by its weights, not by its name."""
-        mine, theirs = ({**spec.to_dict(), **spec.codec} for spec in (self, other))
+        mine, theirs = ({**spec.to_dict(), **spec.vae} for spec in (self, other))
         for spec in (mine, theirs):
-            del spec["codec"]
+            del spec["vae"]
             if spec["sha256"]:
-                del spec["vae"]
+                del spec["path"]
         return [f"{key}: {mine[key]}, not {theirs.get(key)}" for key in mine if mine[key] != theirs.get(key)]
 
 
-def latent_std(moments: Tensor, codec: dict[str, Any]) -> float:
+def latent_std(moments: Tensor, vae: dict[str, Any]) -> float:
     """Standard deviation of the scaled latents that these moments (N, 2C, h, w) give, over all elements."""
     mean, log_variance = moments.double().chunk(2, dim=1)
     variance = mean.var(correction=0) + log_variance.clamp(-30, 20).exp().mean()
-    return float(codec["scaling_factor"]) * math.sqrt(variance.item())
+    return float(vae["scaling_factor"]) * math.sqrt(variance.item())
 
 
 def check_std(std: float, where: str | Path, vae: str) -> None:
@@ -196,7 +196,7 @@ class LatentDataset(MomentsDataset):
                     f"{file}: of another set than {files[0].name}: {', '.join(fields or ['shard'])} differ"
                 )
 
-        self.spec = DataSpec.of(common["codec"], common["image_size"], common["class_names"])
+        self.spec = DataSpec.of(common["vae"], common["image_size"], common["class_names"])
         self.metadata = common
         self._shard_size = int(common["shard_size"])
         self._files = files
@@ -215,11 +215,11 @@ class LatentDataset(MomentsDataset):
         moments, _ = self.__getitems__([(int(i), False) for i in sample])
         if not bool(moments.isfinite().all()):
             raise ValueError(f"{self.path}: latents with NaN or infinity")
-        if self.spec.codec["vae"] == "identity":
+        if self.spec.vae["path"] == "identity":
             self.latent_std = float(moments.double().std(correction=0))
         else:
-            self.latent_std = latent_std(moments, self.spec.codec)
-            check_std(self.latent_std, self.path, self.spec.codec["vae"])
+            self.latent_std = latent_std(moments, self.spec.vae)
+            check_std(self.latent_std, self.path, self.spec.vae["path"])
 
     def _map(self) -> None:
         self._maps: list[mmap.mmap] = []
@@ -262,24 +262,24 @@ class LatentDataset(MomentsDataset):
 class ImageDataset(MomentsDataset):
     """Images encoded when they are asked for: the digits, or a small folder. As `LatentDataset`, in the main process.
 
-    Items are float32 moments on the codec's device.
+    Items are float32 moments on the vae's device.
     """
 
     needs_main_process = True
 
-    def __init__(self, pixels: Pixels, codec: LatentCodec, num_workers: int = 1) -> None:
-        check_image_size(pixels.image_size, codec)
-        self.spec = DataSpec.of(codec.description(), pixels.image_size, pixels.class_names)
+    def __init__(self, pixels: Pixels, vae: LatentVAE, num_workers: int = 1) -> None:
+        check_image_size(pixels.image_size, vae)
+        self.spec = DataSpec.of(vae.description(), pixels.image_size, pixels.class_names)
         self.labels = torch.tensor(pixels.labels, dtype=torch.int64)
         self.dtype = torch.float32
         self._pixels = pixels
-        self._codec = codec
+        self._vae = vae
         self._pool = ThreadPoolExecutor(max(1, num_workers))
 
     def __getitems__(self, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
         """Moments (N, M, h, w) float32, and labels int64 (N,)."""
         images = torch.stack(list(self._pool.map(self._read, items)))
-        return self._codec.encode_uint8(images), self.labels[[index for index, _ in items]]
+        return self._vae.encode_uint8(images), self.labels[[index for index, _ in items]]
 
     def _read(self, item: Item) -> Tensor:
         index, mirror = item
@@ -287,14 +287,14 @@ class ImageDataset(MomentsDataset):
         return image.flip(-1) if mirror else image
 
 
-def check_image_size(image_size: int, codec: LatentCodec) -> None:
-    """Raise ValueError for an image side that the codec cannot divide."""
-    if image_size < 1 or image_size % codec.downsample:
-        raise ValueError(f"image_size: {image_size}; the VAE {codec.vae} takes multiples of {codec.downsample}")
+def check_image_size(image_size: int, vae: LatentVAE) -> None:
+    """Raise ValueError for an image side that the vae cannot divide."""
+    if image_size < 1 or image_size % vae.downsample:
+        raise ValueError(f"image_size: {image_size}; the VAE {vae.path} takes multiples of {vae.downsample}")
 
 
-def codec_options(config: CodecConfig, device: str | torch.device) -> dict[str, Any]:
-    """The keyword arguments of LatentCodec that say how, not what."""
+def vae_options(config: VaeConfig, device: str | torch.device) -> dict[str, Any]:
+    """The keyword arguments of LatentVAE that say how, not what."""
     return {
         "precision": config.precision,
         "tiling": config.tiling,
@@ -303,19 +303,19 @@ def codec_options(config: CodecConfig, device: str | torch.device) -> dict[str, 
     }
 
 
-def open_codec(path: str, config: CodecConfig, device: str | torch.device = "cpu") -> LatentCodec:
-    """The codec for images at `path`: an image folder, or digits."""
+def open_vae(path: str, config: VaeConfig, device: str | torch.device = "cpu") -> LatentVAE:
+    """The vae for images at `path`: an image folder, or digits."""
     if path == "digits":
-        if config.vae not in (None, "identity"):
-            raise ValueError(f"codec.vae: {config.vae}; the digits are trained in pixel space, by identity")
-        return LatentCodec("identity", channels=1, **codec_options(config, device))
-    return LatentCodec(config.vae or DEFAULT_VAE, **codec_options(config, device))
+        if config.path not in (None, "identity"):
+            raise ValueError(f"vae.path: {config.path}; the digits are trained in pixel space, by identity")
+        return LatentVAE("identity", channels=1, **vae_options(config, device))
+    return LatentVAE(config.path or DEFAULT_VAE, **vae_options(config, device))
 
 
 def open_dataset(
-    config: DataConfig, codec: CodecConfig, *, device: str | torch.device = "cpu"
-) -> tuple[MomentsDataset, LatentCodec]:
-    """The training set that `config` names, and its codec; with shards the VAE is not touched before a decode.
+    config: DataConfig, vae: VaeConfig, *, device: str | torch.device = "cpu"
+) -> tuple[MomentsDataset, LatentVAE]:
+    """The training set that `config` names, and its vae; with shards the VAE is not touched before a decode.
 
     Raises:
         ValueError: no such data, or data of another VAE or image size than asked for.
@@ -336,12 +336,12 @@ def open_dataset(
         shards = LatentDataset(config.path)
         if size not in (None, shards.spec.image_size):
             raise ValueError(f"data.images.image_size: {size}; {config.path} was made with {shards.spec.image_size}")
-        made_with = shards.spec.codec["vae"]
-        rebuilt = LatentCodec.from_description(shards.spec.codec, vae=codec.vae, **codec_options(codec, device))
-        if codec.vae not in (None, made_with):
-            if "identity" in (codec.vae, made_with):
-                raise ValueError(f"codec.vae: {codec.vae}; {config.path} was made with {made_with}")
+        made_with = shards.spec.vae["path"]
+        rebuilt = LatentVAE.from_description(shards.spec.vae, path=vae.path, **vae_options(vae, device))
+        if vae.path not in (None, made_with):
+            if "identity" in (vae.path, made_with):
+                raise ValueError(f"vae.path: {vae.path}; {config.path} was made with {made_with}")
             rebuilt.verify()
         return shards, rebuilt
-    opened = open_codec(config.path, codec, device)
+    opened = open_vae(config.path, vae, device)
     return ImageDataset(pixels, opened, config.num_workers), opened

@@ -1,4 +1,4 @@
-"""LatentCodec: pixels to latents and back, through a diffusers AutoencoderKL or not at all."""
+"""LatentVAE: pixels to latents and back, through a diffusers AutoencoderKL or not at all."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def _exact(device: torch.device) -> Iterator[None]:
         matmul.allow_tf32 = before
 
 
-class LatentCodec:
+class LatentVAE:
     """Images in [-1, 1] (N, 3, H, W) to latents (N, C, H / downsample, W / downsample) and back.
 
     Latents are (mean + std * noise - shift_factor) * scaling_factor, as in Latent Diffusion. The VAE's weights are
     loaded by the first encode or decode; before that only its config is read, and with a description not even that.
 
     Args:
-        vae: hub name or local folder of a diffusers AutoencoderKL, or "identity": latents are the pixels.
+        path: hub name or local folder of a diffusers AutoencoderKL, or "identity": latents are the pixels.
         precision: of the VAE; moments, latents and images are float32 outside it.
         tiling: encode and decode in tiles. slicing: one image at a time. Both save memory.
         channels: image channels of the identity.
-        description: `description()` of the codec that is to be rebuilt; the VAE must then have the same weights.
+        description: `description()` of the one that is to be rebuilt; the VAE must then have the same weights.
 
     Raises:
         ValueError: the VAE cannot be had, is not an AutoencoderKL for RGB images, or has other weights.
@@ -67,7 +67,7 @@ class LatentCodec:
 
     def __init__(
         self,
-        vae: str,
+        path: str,
         *,
         precision: Literal["float32", "bfloat16"] = "float32",
         tiling: bool = False,
@@ -76,13 +76,13 @@ class LatentCodec:
         channels: int = 3,
         description: dict[str, Any] | None = None,
     ) -> None:
-        self.vae = vae
+        self.path = path
         self.device = torch.device(device)
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._tiling, self._slicing = tiling, slicing
         self._model: Any = None
         if description is None:
-            description = _identity(channels) if vae == "identity" else _from_config(vae)
+            description = _identity(channels) if path == "identity" else _from_config(path)
         self._sha256: str | None = description["sha256"]
         self.scaling_factor = float(description["scaling_factor"])
         self.shift_factor = float(description["shift_factor"])
@@ -90,14 +90,14 @@ class LatentCodec:
         self.downsample = int(description["downsample"])
 
     @classmethod
-    def from_description(cls, description: dict[str, Any], *, vae: str | None = None, **options: Any) -> LatentCodec:
-        """Rebuild a codec from what travels with shards and weights; `vae`: where the VAE is now, if elsewhere."""
-        return cls(vae or description["vae"], description=description, **options)
+    def from_description(cls, description: dict[str, Any], *, path: str | None = None, **options: Any) -> LatentVAE:
+        """Rebuild a VAE from what travels with shards and weights; `path`: where the VAE is now, if elsewhere."""
+        return cls(path or description["path"], description=description, **options)
 
     @property
     def is_identity(self) -> bool:
         """Whether latents are pixels."""
-        return self.vae == "identity"
+        return self.path == "identity"
 
     @property
     def moment_channels(self) -> int:
@@ -105,11 +105,11 @@ class LatentCodec:
         return self.channels if self.is_identity else 2 * self.channels
 
     def description(self) -> dict[str, Any]:
-        """What identifies the codec, JSON-able. Loads the VAE's weights unless the codec was built from one."""
+        """What identifies the VAE, JSON-able. Loads the VAE's weights unless it was built from one."""
         if not self.is_identity and self._sha256 is None:
             self._load()
         return {
-            "vae": self.vae,
+            "path": self.path,
             "sha256": self._sha256,
             "scaling_factor": self.scaling_factor,
             "shift_factor": self.shift_factor,
@@ -174,11 +174,11 @@ class LatentCodec:
 
     def _load(self) -> Any:
         if self._model is None:
-            model = _load_vae(self.vae)
+            model = _load_vae(self.path)
             found = _weights_sha256(model)
             if self._sha256 not in (None, found):
                 raise ValueError(
-                    f"{self.vae}: another VAE than the latents were made with; its weights have SHA-256 "
+                    f"{self.path}: another VAE than the latents were made with; its weights have SHA-256 "
                     f"{found[:12]}, expected {str(self._sha256)[:12]}"
                 )
             self._sha256 = found
@@ -196,29 +196,29 @@ def _identity(channels: int) -> dict[str, Any]:
     return {"sha256": None, "scaling_factor": 1.0, "shift_factor": 0.0, "channels": channels, "downsample": 1}
 
 
-def _unavailable(vae: str, error: Exception) -> ValueError:
+def _unavailable(path: str, error: Exception) -> ValueError:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ValueError(
-        f"{vae}: this VAE cannot be loaded ({reason}); name another hub name or local folder of a diffusers "
-        "AutoencoderKL by codec.vae or --vae"
+        f"{path}: this VAE cannot be loaded ({reason}); name another hub name or local folder of a diffusers "
+        "AutoencoderKL by vae.path or --vae"
     )
 
 
-def _from_config(vae: str) -> dict[str, Any]:
+def _from_config(path: str) -> dict[str, Any]:
     """The facts in a VAE's config.json, with AutoencoderKL's own defaults."""
     try:
-        if Path(vae).is_dir():
-            text = (Path(vae) / "config.json").read_text()
+        if Path(path).is_dir():
+            text = (Path(path) / "config.json").read_text()
         else:
             from huggingface_hub import hf_hub_download
 
-            text = Path(hf_hub_download(vae, "config.json")).read_text()
+            text = Path(hf_hub_download(path, "config.json")).read_text()
         config = {**_CONFIG_DEFAULTS, **json.loads(text)}
     except Exception as error:  # no such folder, no network, no such repository: each library has its own class
-        raise _unavailable(vae, error) from error
+        raise _unavailable(path, error) from error
     kind = config.get("_class_name", "AutoencoderKL")
     if kind != "AutoencoderKL" or config["in_channels"] != 3:
-        raise ValueError(f"{vae}: a {kind} of {config['in_channels']} channels; expected an AutoencoderKL of 3")
+        raise ValueError(f"{path}: a {kind} of {config['in_channels']} channels; expected an AutoencoderKL of 3")
     try:
         return {
             "sha256": None,
@@ -228,17 +228,17 @@ def _from_config(vae: str) -> dict[str, Any]:
             "downsample": 2 ** (len(config.get("block_out_channels", (64,))) - 1),
         }
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{vae}: config.json is not that of an AutoencoderKL ({error})") from error
+        raise ValueError(f"{path}: config.json is not that of an AutoencoderKL ({error})") from error
 
 
-def _load_vae(vae: str) -> Any:
+def _load_vae(path: str) -> Any:
     """The AutoencoderKL in float32; a .bin file is read by diffusers with weights_only=True."""
     from diffusers import AutoencoderKL
 
     try:
-        return AutoencoderKL.from_pretrained(vae, torch_dtype=torch.float32)
+        return AutoencoderKL.from_pretrained(path, torch_dtype=torch.float32)
     except Exception as error:  # as in _from_config
-        raise _unavailable(vae, error) from error
+        raise _unavailable(path, error) from error
 
 
 def _weights_sha256(model: torch.nn.Module) -> str:

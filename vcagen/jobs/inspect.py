@@ -50,7 +50,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         **description,
         "step": weights.metadata["step"],
         "ema_decay": weights.metadata["ema_decay"],
-        **{key: config[key] for key in ("seed", "model", "objective", "codec") if key in config},
+        **{key: config[key] for key in ("seed", "model", "process", "vae") if key in config},
         "data": data,
     }
 

@@ -94,7 +94,7 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
     """
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{path}: a folder; a weights file is needed (a run folder is given as --run)")
+        raise ValueError(f"{path}: a folder; a weights file is needed (a run folder is given as --run_dir)")
     if _is_safetensors(path):
         metadata = read_metadata(path)
         with _safetensors(path) as file:

@@ -21,7 +21,7 @@ COMPARED = (
     "sampler", "guidance", "images", "labels", "reference", "extractor", "decoder", "precision", "step",
     "ema_decay", "training",
 )  # fmt: skip
-"""Facts of a manifest that must agree between rows; the sampler within an objective only."""
+"""Facts of a manifest that must agree between rows; the sampler within an process only."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ def _key(score: Score) -> tuple[str, ...]:
 def compare(table: Table, costs: Sequence[Cost], runs: Sequence[Sequence[Run]]) -> list[Line]:
     """Lines of the table, each with at most one score a run, and marks where they are not comparable.
 
-    Where a run was scored several times, the score that is made like most others of its objective is taken.
+    Where a run was scored several times, the score that is made like most others of its process is taken.
     """
-    objectives = [row.config().objective.name for row in table.rows]
-    votes: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in objectives}
-    for objective, group in zip(objectives, runs, strict=True):
+    processes = [row.config().process.name for row in table.rows]
+    votes: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in processes}
+    for process, group in zip(processes, runs, strict=True):
         for run in group:
-            votes[objective].update({_key(score) for score in run.scores if not score.gaps})
+            votes[process].update({_key(score) for score in run.scores if not score.gaps})
     lines = []
-    for row, cost, group, objective in zip(table.rows, costs, runs, objectives, strict=True):
-        wanted = [key for key, _ in votes[objective].most_common()]
+    for row, cost, group, process in zip(table.rows, costs, runs, processes, strict=True):
+        wanted = [key for key, _ in votes[process].most_common()]
         chosen = {id(run): min(run.scores, key=lambda score: _rank(score, wanted)) for run in group if run.scores}
         marks = []
         for run in group if chosen else ():
@@ -92,7 +92,7 @@ def compare(table: Table, costs: Sequence[Cost], runs: Sequence[Sequence[Run]]) 
                 marks.append(f"{where}no complete manifest: {', '.join(gaps)} unknown")
             marks += [f"{where}{text}" for text in differing_options(row, run.config)]
         lines.append(Line(row, cost, list(group), list(chosen.values()), marks))
-    _mark_differences(lines, objectives)
+    _mark_differences(lines, processes)
     return lines
 
 
@@ -101,28 +101,28 @@ def _rank(score: Score, wanted: Sequence[tuple[str, ...]]) -> tuple[float, int]:
     return (wanted.index(key) if key in wanted else len(wanted)), -(score.manifest["images"] or 0)
 
 
-def _mark_differences(lines: Sequence[Line], objectives: Sequence[str]) -> None:
+def _mark_differences(lines: Sequence[Line], processes: Sequence[str]) -> None:
     """Mark the lines that differ from most in a fact; the first of equally many counts as most."""
-    pairs = [(line, objective) for line, objective in zip(lines, objectives, strict=True)]
+    pairs = [(line, process) for line, process in zip(lines, processes, strict=True)]
     for name in COMPARED:
-        for objective in dict.fromkeys(objectives):
-            peers = [line for line, other in pairs if name != "sampler" or other == objective]
+        for process in dict.fromkeys(processes):
+            peers = [line for line, other in pairs if name != "sampler" or other == process]
             counts = Counter(
                 str(s.manifest[name]) for line in peers for s in line.scores if s.manifest[name] is not None
             )
-            for line in [line for line, other in pairs if other == objective]:
+            for line in [line for line, other in pairs if other == process]:
                 found = dict.fromkeys(str(s.manifest[name]) for s in line.scores if s.manifest[name] is not None)
                 usual = counts.most_common(1)[0][0] if counts else None
                 line.marks.extend(f"{name} {value}, most others {usual}" for value in found if value != usual)
 
 
 def differing_options(row: Row, config: Mapping[str, Any]) -> list[str]:
-    """Where a run was trained otherwise than its row says: all of the network and the objective, and the row's options.
+    """Where a run was trained otherwise than its row says: all of the network and the process, and the row's options.
 
     Nothing where the run's configuration is not known.
     """
     recipe, found = flat(plain(row.config())), flat(config)
-    keys = [key for key in recipe if key.startswith(("model.", "objective.")) or key in row.options]
+    keys = [key for key in recipe if key.startswith(("model.", "process.")) or key in row.options]
     return [
         f"{key} {found.get(key)} in the run, {recipe[key]} in the table"
         for key in keys
@@ -266,9 +266,9 @@ def run_text(run: Run, cost: Cost | None, picture: str) -> str:
     """Summary of one run, in Markdown."""
     lines = []
     if run.config:
-        model, objective = run.config["model"], run.config["objective"]["name"]
+        model, process = run.config["model"], run.config["process"]["name"]
         size = "" if cost is None else f", {cost.params / 1e6:.2f} M parameters, {cost.multiply_adds / 1e9:#.4g} GFLOPs"
-        lines.append(f"- network: {objective} {model['size']} {model['attention']}{size}")
+        lines.append(f"- network: {process} {model['size']} {model['attention']}{size}")
     if run.log:
         last = {name: value for name, value in run.log[-1].items() if value is not None}
         lines.append("- last line of the log: " + ", ".join(f"{name} {value:.6g}" for name, value in last.items()))

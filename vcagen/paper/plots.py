@@ -56,27 +56,27 @@ def plot_pairs(path: Path, title: str, lines: Sequence[Line]) -> Path:
     """FID over GFLOPs, each network joined with its baseline; published in grey, ours that are comparable in colour."""
     figure, axes = _figure(8, 5.5)
     by_name = {line.row.name: line for line in lines}
-    objectives = {line.row.name: line.row.config().objective.name for line in lines}
+    processes = {line.row.name: line.row.config().process.name for line in lines}
     published = {name: line.row.published.get("fid") for name, line in by_name.items()}
     ours = {name: line.mean for name, line in by_name.items() if not line.marks}
     bases = sorted((line for line in lines if line.row.baseline is None), key=lambda line: line.cost.multiply_adds)
     side = dict.fromkeys(COLOURS, 1)  # labels right and left in turn, so that neighbours stay legible
     for line in bases:
-        objective = objectives[line.row.name]
+        process = processes[line.row.name]
         if (score := ours.get(line.row.name) or published[line.row.name]) is not None:
             axes.annotate(
                 line.row.name, (line.cost.multiply_adds / 1e9, score), textcoords="offset points", fontsize=7,
-                xytext=(6 * side[objective], 4 if objective == "diffusion" else -9),
-                ha="left" if side[objective] > 0 else "right",
+                xytext=(6 * side[process], 4 if process == "diffusion" else -9),
+                ha="left" if side[process] > 0 else "right",
             )  # fmt: skip
-            side[objective] *= -1
+            side[process] *= -1
     for scores, own in ((published, False), (ours, True)):
         for name, score in scores.items():
             if score is None:
                 continue
-            line, objective = by_name[name], objectives[name]
-            gflops, colour = line.cost.multiply_adds / 1e9, COLOURS[objective] if own else "silver"
-            base, marker = line.row.baseline, "o" if objective == "diffusion" else "s"
+            line, process = by_name[name], processes[name]
+            gflops, colour = line.cost.multiply_adds / 1e9, COLOURS[process] if own else "silver"
+            base, marker = line.row.baseline, "o" if process == "diffusion" else "s"
             axes.plot(gflops, score, marker, color=colour, markerfacecolor=colour if base else "white", zorder=2 + own)
             if base is not None and (from_score := scores.get(base)) is not None:
                 start = by_name[base].cost.multiply_adds / 1e9
@@ -132,7 +132,7 @@ def plot_spread(path: Path, title: str, lines: Sequence[Line]) -> Path:
     lines = [line for line in lines if line.values and not line.marks]
     figure, axes = _figure(8, 4.5)
     for x, line in enumerate(lines):
-        colour = COLOURS[line.row.config().objective.name]
+        colour = COLOURS[line.row.config().process.name]
         axes.bar(
             x, line.mean, yerr=line.spread, color=colour, alpha=1.0 if line.row.baseline is None else 0.6, capsize=4
         )

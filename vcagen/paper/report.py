@@ -52,7 +52,7 @@ class DigitAccuracy:
 def report_table(table: Table, name: str, runs: str | Path, out: str | Path) -> str:
     """Write NAME.md, .csv, .json and .png of a table and the runs below `runs` into `out`; returns the Markdown."""
     measure, data = DigitAccuracy(), data_spec(table.latents)
-    costs = [build_cost(config.model, config.objective, data) for config in (row.config() for row in table.rows)]
+    costs = [build_cost(config.model, config.process, data) for config in (row.config() for row in table.rows)]
     groups = [
         [read_run(folder, seed, measure=measure) for seed, folder in table.runs(row, runs).items()]
         for row in table.rows
@@ -98,7 +98,7 @@ def report_run(folder: str | Path, out: str | Path | None = None) -> str:
     cost = None
     if metadata is not None:
         config = cli.from_mapping(Config, metadata["config"])
-        cost = build_cost(config.model, config.objective, DataSpec.from_dict(metadata["data"]))
+        cost = build_cost(config.model, config.process, DataSpec.from_dict(metadata["data"]))
     out = folder if out is None else Path(out)
     picture = plots.plot_losses(folder, out)
     text = run_text(run, cost, picture.name)

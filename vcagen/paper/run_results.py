@@ -94,7 +94,7 @@ def read_run(
 
 NEEDED: dict[str, dict[str, Any]] = {
     "model": {"size": str, "attention": str},
-    "objective": {"name": str},
+    "process": {"name": str},
     "data": {"horizontal_flip": bool},
     "train": {"batch_size": int, "learning_rate": int | float, "precision": str},
 }

@@ -64,9 +64,9 @@ def missing_commands(row: Row, seed: int, folder: Path) -> list[list[str]]:
     config = row.config()
     sampling = {key.split(".", 1)[1]: value for key, value in row.options.items() if key.startswith("sampling.")}
     out = folder / "samples" / f"step_{config.train.steps:07d}_n{config.sampling.num_images}"
-    train = [str(SCRIPTS / "train.py"), f"--run={folder}", f"--seed={seed}", *_arguments(row.options)]
+    train = [str(SCRIPTS / "train.py"), f"--run_dir={folder}", f"--seed={seed}", *_arguments(row.options)]
     sample = [
-        str(SCRIPTS / "sample.py"), f"--run={folder}", f"--step={config.train.steps}", f"--seed={seed}",
+        str(SCRIPTS / "sample.py"), f"--run_dir={folder}", f"--step={config.train.steps}", f"--seed={seed}",
         f"--out={out}", "--batch=250", "--png=false", "--npz=true", *_arguments(sampling),
     ]  # fmt: skip
     commands = []

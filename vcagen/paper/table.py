@@ -29,7 +29,7 @@ class Row:
 
     def config(self) -> Config:
         """The recipe with the row's options."""
-        return cli.from_mapping(Config, {"run": self.run, **nested(self.options)})
+        return cli.from_mapping(Config, {"run_dir": self.run, **nested(self.options)})
 
 
 @dataclass(frozen=True)

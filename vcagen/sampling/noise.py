@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vcagen.config.options import GENERAL_SAMPLING, SAMPLER_OPTIONS, SamplingConfig
-from vcagen.data import vae as codec
+from vcagen.data import vae as vae
 from vcagen.processes import samplers, watch
 from vcagen.sampling.image_store import SampleStore
 
@@ -132,13 +132,13 @@ RECIPE = {
 }  # fmt: skip
 
 
-def resolve_sampling(command: SamplingConfig, run: SamplingConfig, objective: str) -> SamplingConfig:
+def resolve_sampling(command: SamplingConfig, run: SamplingConfig, process: str) -> SamplingConfig:
     """Every option in use filled in: from the command line, else the run's `sampling` section, else the recipe.
 
     Options that the chosen sampler does not have are None.
 
     Raises:
-        ValueError: a sampler of the other objective, or an option given on the command line that would do nothing.
+        ValueError: a sampler of the other process, or an option given on the command line that would do nothing.
     """
 
     def pick(name: str) -> Any:
@@ -146,10 +146,10 @@ def resolve_sampling(command: SamplingConfig, run: SamplingConfig, objective: st
         given = getattr(run, name) if given is None else given
         return RECIPE.get(name) if given is None else given
 
-    choices = samplers.samplers_of(objective)
+    choices = samplers.samplers_of(process)
     sampler = pick("sampler") or choices[0]
     if sampler not in choices:
-        raise ValueError(f"sampler: {sampler} is not for a {objective} model; choose {' or '.join(choices)}")
+        raise ValueError(f"sampler: {sampler} is not for a {process} model; choose {' or '.join(choices)}")
     used = samplers.sampler_options(sampler)
     if sampler == "ode":
         adaptive = pick("method") in samplers.ADAPTIVE_METHODS
@@ -162,14 +162,6 @@ def resolve_sampling(command: SamplingConfig, run: SamplingConfig, objective: st
     if values["cfg_interval"] is not None:
         values["cfg_interval"] = tuple(values["cfg_interval"])
     return SamplingConfig(sampler=sampler, **values)
-
-
-class Sampler(Protocol):
-    """Noise (N, C, H, W) and labels (N,) to latents (N, C, H, W), and the number of network calls that took."""
-
-    def __call__(
-        self, noise: Tensor, y: Tensor, *, randn_like: samplers.RandnLike, progress: watch.Progress | None = None
-    ) -> tuple[Tensor, int]: ...
 
 
 class Scores(Protocol):
@@ -192,7 +184,7 @@ def share(chunks: Sequence[int], rank: int, world_size: int) -> list[int]:
 
 
 def generate_images(
-    sample: Sampler,
+    sample: Callable[..., tuple[Tensor, int]],
     decode: Callable[[Tensor], Tensor],
     store: SampleStore,
     *,
@@ -238,7 +230,7 @@ def generate_images(
                     try:
                         latents, count = sample(start, y, randn_like=noise.randn_like(padded), progress=progress)
                         images = decode(latents[: len(indices)])
-                    except (watch.NonFiniteError, codec.NonFiniteError) as error:
+                    except (watch.NonFiniteError, vae.NonFiniteError) as error:
                         row = error.batch_index if isinstance(error, watch.NonFiniteError) else error.rows[0]
                         raise ValueError(f"image {padded[row]}: {error}; nothing is written of its chunk") from error
                     calls += count

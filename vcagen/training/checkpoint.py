@@ -37,7 +37,7 @@ def check_same_run(run: Path, config: Config) -> None:
         differences = [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
             for key in {**theirs, **ours}
-            if key != "run" and not may_change(key) and theirs.get(key) != ours.get(key)
+            if key != "run_dir" and not may_change(key) and theirs.get(key) != ours.get(key)
         ]
         if differences:
             raise ValueError(f"{run}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")

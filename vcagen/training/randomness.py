@@ -102,7 +102,7 @@ def draw(
     step: int,
     batch_size: int,
     shape: tuple[int, int, int],
-    objective: DrawsTimes,
+    process: DrawsTimes,
     dropout: float,
     device: torch.device | str,
 ) -> Draws:
@@ -110,7 +110,7 @@ def draw(
     generator = torch.Generator(device).manual_seed(hashed_seed(seed, "step", step))
     return Draws(
         dropped=torch.rand(batch_size, generator=generator, device=device) < dropout,
-        t=objective.sample_t(batch_size, generator),
+        t=process.sample_t(batch_size, generator),
         noise=torch.randn(batch_size, *shape, generator=generator, device=device),
         posterior=torch.randn(batch_size, *shape, generator=generator, device=device),
     )

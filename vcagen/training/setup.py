@@ -14,10 +14,10 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from vcagen.build import build_accelerator, build_cost, build_model, build_objective, build_sampler
+from vcagen.build import build_accelerator, build_cost, build_model, build_process, build_sampler
 from vcagen.config.options import Config, SamplingConfig, TrainConfig, flat
 from vcagen.data.latents import DataSpec, open_dataset
-from vcagen.data.vae import LatentCodec
+from vcagen.data.vae import LatentVAE
 from vcagen.networks import weights as checkpoints
 from vcagen.networks.cost import activation_bytes, state_bytes
 from vcagen.networks.dit import DiT
@@ -42,33 +42,33 @@ def build_trainer(config: Config) -> Trainer:
     accelerator = build_accelerator(
         mixed_precision=config.train.precision,
         log_with=config.log.trackers or None,
-        project_dir=config.run,
+        project_dir=config.run_dir,
     )
     local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
     check_values(config)
-    run = Path(config.run)
+    run = Path(config.run_dir)
     check_same_run(run, config)
-    dataset, codec = open_dataset(config.data, config.codec, device=accelerator.device)
+    dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
     check_same_data(run, dataset.spec)
     network = initial_network(config, dataset.spec)
-    objective = build_objective(config.objective)
+    process = build_process(config.process)
     # Also where no previews are made: it refuses a bad `sampling` section.
-    preview = build_preview(config, network, objective, codec, dataset.spec, accelerator.device)
+    preview = build_preview(config, network, process, vae, dataset.spec, accelerator.device)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("fsdp_version: 1 is not supported; configs/accelerate/fsdp.yaml has version 2")
     if config.log.preview_every and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
     if config.log.preview_every and accelerator.is_main_process:
         try:
-            codec.verify()  # a VAE that cannot be had is told now, not at the first preview
+            vae.verify()  # a VAE that cannot be had is told now, not at the first preview
         except ValueError as error:
             raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
     trainer = Trainer(
         run=run,
         accelerator=accelerator,
         network=network,
-        objective=objective,
-        codec=codec,
+        process=process,
+        vae=vae,
         dataset=dataset,
         settings=config.train,
         log=config.log,
@@ -102,8 +102,8 @@ def apply_backend_flags(train: TrainConfig) -> None:
 def check_values(config: Config) -> None:
     """Raise ValueError, by name, for values that no training can have."""
     train, log, checkpoint = config.train, config.log, config.checkpoint
-    if not config.run.strip():
-        raise ValueError(f"run: {config.run!r}; needs a folder")
+    if not config.run_dir.strip():
+        raise ValueError(f"run_dir: {config.run_dir!r}; needs a folder")
     at_least = {
         "train.steps": (train.steps, 1),
         "train.batch_size": (train.batch_size, 1),
@@ -155,8 +155,8 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        network = build_model(config.model, config.objective, data)
-    if config.init is not None and latest_checkpoint(config.run) is None:
+        network = build_model(config.model, config.process, data)
+    if config.init is not None and latest_checkpoint(config.run_dir) is None:
         path = Path(config.init)
         weights = checkpoints.read_weights(checkpoints.find_weights(path) if path.is_dir() else path).state_dict
         table = "y_embedder.embedding_table.weight"
@@ -178,8 +178,8 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
 def build_preview(
     config: Config,
     network: DiT,
-    objective: GaussianDiffusion | LinearInterpolant,
-    codec: LatentCodec,
+    process: GaussianDiffusion | LinearInterpolant,
+    vae: LatentVAE,
     data: DataSpec,
     device: torch.device,
 ) -> Callable[[Callable[[Tensor, Tensor, Tensor], Tensor], int], None]:
@@ -188,20 +188,20 @@ def build_preview(
     Raises:
         ValueError: sampling options that are not possible.
     """
-    settings = resolve_sampling(SamplingConfig(), config.sampling, config.objective.name)
+    settings = resolve_sampling(SamplingConfig(), config.sampling, config.process.name)
     indices = range(config.log.preview_images)
     labels = LabelRule("balanced", data.num_classes, data.class_names)
     try:
-        build_sampler(network, objective, settings, null_label=network.null_label)
+        build_sampler(network, process, settings, null_label=network.null_label)
     except ValueError as error:
         raise ValueError(f"sampling.{error}") from error
 
     def preview(averaged: Callable[[Tensor, Tensor, Tensor], Tensor], step: int) -> None:
         noise = SeededNoise(config.seed)
-        sample = build_sampler(averaged, objective, settings, null_label=network.null_label)
+        sample = build_sampler(averaged, process, settings, null_label=network.null_label)
         start = noise.noise(indices, (data.channels, data.height, data.width), device)
         latents, _ = sample(start, labels(indices, noise).to(device), randn_like=noise.randn_like(indices))
-        save_grid(Path(config.run) / "previews" / f"step_{step:07d}.png", codec.decode(latents).cpu())
+        save_grid(Path(config.run_dir) / "previews" / f"step_{step:07d}.png", vae.decode(latents).cpu())
 
     return preview
 
@@ -211,21 +211,21 @@ def describe_training(config: Config) -> str:
     accelerator = build_accelerator(mixed_precision=config.train.precision)
     part = local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
     check_values(config)
-    check_same_run(Path(config.run), config)
-    dataset, codec = open_dataset(config.data, config.codec, device=accelerator.device)
-    check_same_data(Path(config.run), dataset.spec)
+    check_same_run(Path(config.run_dir), config)
+    dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
+    check_same_data(Path(config.run_dir), dataset.spec)
     network = initial_network(config, dataset.spec)
-    build_preview(config, network, build_objective(config.objective), codec, dataset.spec, accelerator.device)
-    cost = build_cost(config.model, config.objective, dataset.spec)
+    build_preview(config, network, build_process(config.process), vae, dataset.spec, accelerator.device)
+    cost = build_cost(config.model, config.process, dataset.spec)
     local = part.stop - part.start
     micro = min(config.train.micro_batch_size or local, local)
     with torch.device("meta"):
-        meta = build_model(config.model, config.objective, dataset.spec)
+        meta = build_model(config.model, config.process, dataset.spec)
     emas = len(config.train.ema_decays)
     state, activations = state_bytes(network, emas), activation_bytes(meta, micro)
     images = config.train.steps * config.train.batch_size
     lines = {
-        "network": f"{config.model.size} {config.model.attention}, {config.objective.name}",
+        "network": f"{config.model.size} {config.model.attention}, {config.process.name}",
         "parameters": f"{cost.params / 1e6:.2f} M",
         "multiply-adds": f"{cost.multiply_adds / 1e9:.3f} G an image",
         "data": f"{len(dataset)} images of {dataset.spec.num_classes} classes, latents "

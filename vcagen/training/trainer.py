@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from vcagen.config.options import CheckpointConfig, LogConfig, TrainConfig
-from vcagen.data.latents import LatentCodec, MomentsDataset, keep
+from vcagen.data.latents import LatentVAE, MomentsDataset, keep
 from vcagen.networks.dit import DiT
 from vcagen.processes.diffusion import GaussianDiffusion
 from vcagen.processes.flow import LinearInterpolant
@@ -58,8 +58,8 @@ class Trainer:
     Args:
         run: run folder.
         network: on the CPU, with its initial weights.
-        objective: the process; its `losses` are what is minimised.
-        codec: samples latents from moments.
+        process: the process; its `losses` are what is minimised.
+        vae: samples latents from moments.
         dataset: moments and labels.
         settings, log, checkpoint: the sections of the configuration.
         seed: of all steps.
@@ -74,8 +74,8 @@ class Trainer:
         run: Path,
         accelerator: Accelerator,
         network: DiT,
-        objective: GaussianDiffusion | LinearInterpolant,
-        codec: LatentCodec,
+        process: GaussianDiffusion | LinearInterpolant,
+        vae: LatentVAE,
         dataset: MomentsDataset,
         settings: TrainConfig,
         log: LogConfig,
@@ -89,8 +89,8 @@ class Trainer:
         self.run = run
         self._lock = FolderLock(run)
         self.accelerator = accelerator
-        self.objective = objective
-        self.codec = codec
+        self.process = process
+        self.vae = vae
         self.dataset = dataset
         self.settings, self.log_settings, self.checkpoint_settings = settings, log, checkpoint
         self.seed = seed
@@ -190,7 +190,7 @@ class Trainer:
         """One optimizer step on the local part of the global batch."""
         k = self.step
         draws = draw(
-            self.seed, k, self.settings.batch_size, self.latent_shape, self.objective,
+            self.seed, k, self.settings.batch_size, self.latent_shape, self.process,
             self.network.class_dropout_prob, self.device,
         ).part(self.part)  # fmt: skip
         moments = moments.to(self.device, non_blocking=True)
@@ -219,10 +219,10 @@ class Trainer:
         for start in range(0, local, self.micro_batch):
             rows = slice(start, start + self.micro_batch)
             part = draws.part(rows)
-            x_start = self.codec.sample(moments[rows], part.posterior)
+            x_start = self.vae.sample(moments[rows], part.posterior)
             last = start + self.micro_batch >= local
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                losses = self.objective.losses(self.model, x_start, labels[rows], t=part.t, noise=part.noise)
+                losses = self.process.losses(self.model, x_start, labels[rows], t=part.t, noise=part.noise)
                 self.accelerator.backward(losses["loss"].sum() / local)
             for name, value in losses.items():
                 total = value.detach().sum()
@@ -238,11 +238,11 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return
         count = self.part.stop - self.part.start
-        draws = draw(0, 0, count, self.latent_shape, self.objective, 0.0, self.device)
+        draws = draw(0, 0, count, self.latent_shape, self.process, 0.0, self.device)
         labels = torch.zeros(count, dtype=torch.int64, device=self.device)
         for _ in range(2):  # buckets are rebuilt at the start of the second pass
             rows = slice(0, self.micro_batch)
-            losses = self.objective.losses(
+            losses = self.process.losses(
                 self.model, draws.noise[rows], labels[rows], t=draws.t[rows], noise=draws.posterior[rows]
             )
             losses["loss"].sum().backward()
