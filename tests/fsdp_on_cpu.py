@@ -9,10 +9,10 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from helpers import ROOT
 
-from vcagen.build import build_accelerator
-from vcagen.config import command_line as cli
+from vcagen.config import command_line
 from vcagen.config.options import Config
-from vcagen.training import setup as build_training
+from vcagen.system.processes import build_accelerator
+from vcagen.training import setup
 
 PRESET = yaml.safe_load((ROOT / "configs" / "accelerate" / "fsdp.yaml").read_text())["fsdp_config"]
 
@@ -31,7 +31,7 @@ def sharded(**options):
 
 
 if __name__ == "__main__":
-    build_training.build_accelerator = sharded
-    trainer = build_training.build_trainer(cli.parse(Config, sys.argv[1:], prog=Path(__file__).name))
+    setup.build_accelerator = sharded
+    trainer = setup.build_trainer(command_line.parse(Config, sys.argv[1:], prog=Path(__file__).name))
     trainer.fit()
     torch.distributed.destroy_process_group()

@@ -64,10 +64,10 @@ def python(*args, code=0, timeout=300, env=None, cwd=ROOT):
     return done.stdout, done.stderr
 
 
-def readme_block(name):
-    """The lines of the README's code block that follows the comment <!-- name -->."""
-    block = re.search(rf"<!-- {name} -->\n```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert block, f"README.md has no block {name}"
+def readme_block(name, page="README.md"):
+    """The lines of the code block that follows the comment <!-- name --> in the README or another page."""
+    block = re.search(rf"<!-- {name} -->\n```\w*\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert block, f"{page} has no block {name}"
     return block.group(1).strip().splitlines()
 
 
@@ -76,8 +76,7 @@ def torchrun(num_processes, *args, code=0, **kwargs):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
     if args[0] == "-m":
         launcher, args = [*launcher, "-m"], args[1:]
-    # Without the dashes torchrun takes our --run_dir for an abbreviation of its own --run-path.
-    return python(*launcher, "--", *args, code=code, **kwargs)
+    return python(*launcher, *args, code=code, **kwargs)
 
 
 def user_error(*args, **kwargs):

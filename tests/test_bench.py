@@ -7,7 +7,7 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 
-from vcagen.__main__ import bench
+from vcagen.__main__ import main
 from vcagen.bench import _timing
 
 
@@ -23,7 +23,7 @@ def _as_before():
 def run(capsys, folder, *args):
     """Run a benchmark; returns the cells of its table and the content of its JSON file."""
     file = folder / "numbers.json"
-    bench([*args, "--json", str(file)])
+    main(["bench", *args, "--json", str(file)])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert all(len(row) == len(cells[0]) for row in cells)
@@ -84,6 +84,19 @@ def test_train(capsys, tmp_path, monkeypatch):
     assert len(header) == 7
 
 
+@pytest.mark.slow
+def test_sample_and_vae(capsys, tmp_path):
+    small = ["--size=S/8", "--image_size=64", "--num_images=2", "--batch=2", "--num_steps=2", "--repeats=1"]
+    main(["bench", "sample", *small, "--json", str(tmp_path / "sample.json")])
+    assert json.loads((tmp_path / "sample.json").read_text())["session_s"] > 0
+    options = ["--items=64", "--read_batch=16", "--seconds=0.1", "--repeats=1", "--num_workers=1"]
+    main(["bench", "vae", *options, "--json", str(tmp_path / "vae.json")])
+    numbers = json.loads((tmp_path / "vae.json").read_text())
+    for name in "encoded_per_second", "decoded_per_second", "latents_per_second", "latents_per_second_loader":
+        assert numbers[name] > 0
+    assert "latents_per_second" in capsys.readouterr().out
+
+
 def test_turns_are_taken_in_order():
     order = []
     works = {name: (lambda name=name: order.append(name)) for name in "ab"}
@@ -107,16 +120,14 @@ def test_the_fastest_turn_counts(monkeypatch):
         (["attention", "--tokens=[15]"], "tokens: 15 is not a square"),
         (["attention", "--widths=[100]"], "widths: 100 is not a multiple of 64"),
         (["attention", "--device=nowhere"], "device: nowhere"),
-        (["attention", "--threads=0"], "threads: 0"),
-        (["evaluate", "--device=nowhere"], "device: nowhere"),
-        (["samplers", "--device=cuda:99"], "device: cuda:99"),
-        (["sample", "--device=nowhere"], "device: nowhere"),
-        (["train", "--batch=0"], "batch: 0"),
+        (["attention", "--threads=0"], "threads: expected int >0"),
+        (["vae", "--device=cuda:99"], "device: cuda:99"),
+        (["train", "--batch=0"], "batch: expected int >0"),
         (["train", "--attentions=[]", "--peer=no_such_module:Network"], "peer: no_such_module:Network"),
         (["train", "--attentions=[]", "--peer=json:loads"], "peer: json:loads"),
-        (["_timing"], "_timing: unknown benchmark; choose from attention, data"),
+        (["_timing"], "bench _timing: unknown job; choose from .*bench attention"),
     ],
 )
 def test_mistakes_are_named(args, message):
     with pytest.raises(ValueError, match=message):
-        bench(args)
+        main(["bench", *args])

@@ -5,14 +5,15 @@ import json
 import pytest
 import tiny
 import torch
-from helpers import ROOT, python
+from helpers import ROOT
 
-from vcagen.__main__ import JOBS
-from vcagen.build import build_cost, build_model
-from vcagen.config.options import ModelConfig, ProcessConfig
+from vcagen.__main__ import do
+from vcagen.build import build_model
+from vcagen.config.options import Config, ModelConfig, ProcessConfig, VcaOptions
 from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import activation_bytes, measure, state_bytes
-from vcagen.paper.table import load_table, nested
+from vcagen.paper.report import cost_of
+from vcagen.paper.table import load_table
 from vcagen.training import setup as build_training
 
 IMAGENET = DataSpec(4, 32, 32, 1000, (), 256, {})
@@ -25,11 +26,6 @@ DERIVED = {  # params and GFLOPs of the DiT rows to all printed digits of a floa
 }  # fmt: skip
 
 
-def cost_of(row):
-    config = row.config()
-    return build_cost(config.model, config.process, IMAGENET)
-
-
 def test_table_2_has_24_rows_with_baselines():
     rows = TABLES[2].rows
     assert len(rows) == 24
@@ -39,11 +35,11 @@ def test_table_2_has_24_rows_with_baselines():
 
 @pytest.mark.parametrize("row", TABLES[2].rows, ids=lambda row: row.name)
 def test_table_2(row):
-    cost = cost_of(row)
+    config = row.config()
+    cost = cost_of(config, IMAGENET)
     assert f"{cost.multiply_adds / 1e9:.1f}" == f"{row.published['gflops']:.1f}"
     if row.note is None:
         assert cost.params / 1e6 == pytest.approx(row.published["params"], abs=0.25)
-    config = row.config()
     if config.process.name == "diffusion":
         params, gflops = DERIVED[config.model.size, config.model.attention]
         assert round(cost.params / 1e6, 2) == params
@@ -52,15 +48,16 @@ def test_table_2(row):
 
 @pytest.mark.parametrize("row", [*TABLES[3].rows, *TABLES[4].rows], ids=lambda row: row.name)
 def test_tables_3_and_4(row):
-    assert cost_of(row).params / 1e6 == pytest.approx(row.published["params"], abs=0.2)
+    assert cost_of(row.config(), IMAGENET).params / 1e6 == pytest.approx(row.published["params"], abs=0.2)
 
 
 def test_stage_costs():
     """Multiply-adds of the stages in units of T n D: contrast 4 and 3, differential 2 and 2, vanilla 2 and 2."""
 
     def units(first, second):
-        model = ModelConfig("S/2", "vca", {"stage1": first, "stage2": second}, depth=1)
-        return build_cost(model, ProcessConfig("flow"), IMAGENET).multiply_adds / (256 * 64 * 384)
+        model = ModelConfig("S/2", "vca", VcaOptions(stage1=first, stage2=second), depth=1)
+        config = Config("", model=model, process=ProcessConfig("flow"))
+        return cost_of(config, IMAGENET).multiply_adds / (256 * 64 * 384)
 
     base = units("vanilla", "vanilla") - 4
     assert units("contrast", "contrast") - base == pytest.approx(7)
@@ -99,10 +96,19 @@ def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():
     assert 1.8 * two < four <= 2 * two
 
 
-def test_the_command_prints_markdown_and_writes_json(tmp_path):
-    out, _ = python("-m", "vcagen", "cost", "configs/table3.yaml", "--json", tmp_path / "cost.json")
-    assert "| contrast / contrast " in out
-    rows = json.loads((tmp_path / "cost.json").read_text())
+def test_the_command_prints_the_cost_of_a_network_and_writes_json(tmp_path, capsys):
+    do("cost", ["--model.attention", "vca", "--json", str(tmp_path / "cost.json")], prog="vcagen cost")
+    assert capsys.readouterr().out == "diffusion S/2 vca: 33.56 M parameters, 5.980 GFLOPs (1e9 multiply-adds)\n"
+    assert json.loads((tmp_path / "cost.json").read_text())["params"] == 33_560_864
+    do("cost", ["--process.name=flow", "--channels=1", "--latent_size=8", "--num_classes=10"], prog="vcagen cost")
+    assert capsys.readouterr().out.startswith("flow S/2 mhsa: 32.")
+
+
+def test_costs_of_a_packaged_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    do("report", ["table3"], prog="vcagen report")
+    assert "| contrast / contrast " in capsys.readouterr().out
+    rows = json.loads((tmp_path / "runs" / "report" / "table3.json").read_text())["rows"]
     assert [row["published"]["fid"] for row in rows] == [64.3, 64.6, 63.9, 62.3]
     assert rows[3]["params"] == 33_560_864
 
@@ -110,26 +116,23 @@ def test_the_command_prints_markdown_and_writes_json(tmp_path):
 def test_bad_tables_are_named(tmp_path):
     file = tmp_path / "table.yaml"
     for text, message in (
-        ("rows: 3", "not a table"),
+        ("title: 3", "not a table"),
+        ("rows: 3", "rows: expected a list of Row"),
         ("a: [", "not YAML"),
         (
             "rows: [{name: x, run: x, set: {model.sise: S/2}, published: {}}]",
             "model.sise: unknown option; did you mean",
         ),
-        ("rows: [{name: x, run: x, baselin: y, set: {}, published: {}}]", "row 1: baselin: unknown option"),
+        ("rows: [{name: x, run: x, baselin: y, set: {}, published: {}}]", "rows: baselin: unknown option"),
         ("rows: [{name: x, run: x, baseline: y, set: {}, published: {}}]", "baseline: y is no row"),
-        ("rows: [{name: x}]", "row 1"),
+        ("rows: [{name: x}]", "rows: .*run"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_table(file)
 
 
-def test_nested():
-    assert nested({"a.b": 1, "a.c.d": 2, "e": 3}) == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-
-
 @pytest.mark.parametrize("option", ["--channels", "--latent_size", "--num_classes"])
 def test_zero_is_not_the_default(option):
     with pytest.raises(ValueError, match=r"\b0\b"):
-        JOBS["cost"]([option, "0"])
+        do("cost", [option, "0"], prog="vcagen cost")

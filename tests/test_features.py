@@ -13,6 +13,7 @@ from torch_fidelity.utils import create_feature_extractor
 
 from vcagen.evaluation.features import (
     InceptionFeatures,
+    MissingWeights,
     PixelFeatures,
     _downloaded_weights,
     full_precision,
@@ -139,7 +140,7 @@ def test_missing_weights_say_where_they_come_from(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
-    with pytest.raises(ValueError, match="inception_weights") as caught:
+    with pytest.raises(MissingWeights, match="inception_weights") as caught:
         load_extractor("inception")
     message = str(caught.value)
     assert "weights-inception-2015-12-05-6726825d.pth" in message
@@ -183,5 +184,5 @@ def test_pixels_are_area_means_in_minus_one_to_one():
 
 
 def test_unknown_extractor():
-    with pytest.raises(ValueError, match="extractor: vgg; choose inception or pixels"):
+    with pytest.raises(ValueError, match="extractor: vgg; choose from inception, pixels"):
         load_extractor("vgg")

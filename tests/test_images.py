@@ -1,6 +1,7 @@
 """Image folders, colour modes, the centre crop, the rounding rule, the digits."""
 
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -10,16 +11,20 @@ from PIL import Image
 
 from vcagen.config.options import ImageConfig
 from vcagen.data.images import (
+    DATASETS,
+    ImageSet,
     center_crop,
-    find_bad_images,
-    folder_pixels,
     from_uint8,
-    load_digits,
+    is_dataset,
+    open_dataset_images,
+    open_images,
+    read_batches,
     read_image,
     read_pixels,
+    refuse_bad,
+    refuse_lost_classes,
     scan_images,
     to_uint8,
-    without_bad,
 )
 
 
@@ -183,16 +188,24 @@ def broken_files(root):
     return root
 
 
-def test_bad_files_are_found(tmp_path):
-    folder = scan_images(broken_files(tmp_path))
-    bad = find_bad_images(folder.root, folder.paths, 3)
-    assert [path for path, _ in bad] == ["b/cut.jpg", "b/empty.png"]
-    assert "truncated" in bad[0][1].lower()
-    with pytest.raises(ValueError, match=r"2 unreadable images: b/cut\.jpg, b/empty\.png"):
-        without_bad(folder, bad, ImageConfig())
-    kept = without_bad(folder, bad, ImageConfig(on_bad_image="skip"))
-    assert len(kept.paths) == 7
-    assert kept.labels == (0, 0, 0, 0, 1, 1, 1)
+def read_all(images, num_workers=0):
+    """All images of a set in batches of three, and those that cannot be read."""
+    batches = [range(i, min(i + 3, len(images))) for i in range(0, len(images), 3)]
+    good, bad = zip(*read_batches(images, batches, num_workers), strict=True)
+    return torch.cat(good), {index: reason for found in bad for index, reason in found.items()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_files_come_beside_the_others(tmp_path, num_workers):
+    images = open_images(str(broken_files(tmp_path)), ImageConfig(image_size=16))
+    pixels, bad = read_all(images, num_workers)
+    assert torch.equal(pixels, torch.stack([images[index] for index in range(7)]))
+    assert [images.names[index] for index in bad] == ["b/cut.jpg", "b/empty.png"]
+    assert "truncated" in bad[7].lower()
+    with pytest.raises(ValueError, match=r"HERE: 2 unreadable images: b/cut\.jpg, b/empty\.png"):
+        refuse_bad(images, bad, "HERE")
+    with pytest.raises(ValueError, match=r"b/cut\.jpg: unreadable"):
+        images[7]
 
 
 def test_all_bad_files_are_listed_before_the_error(tmp_path, capsys):
@@ -200,9 +213,9 @@ def test_all_bad_files_are_listed_before_the_error(tmp_path, capsys):
     names = [f"a/bad_{i:02d}.png" for i in range(30)]
     for name in names:
         (tmp_path / name).write_bytes(b"nothing")
-    folder = scan_images(tmp_path)
+    images = open_images(str(tmp_path), ImageConfig(image_size=16))
     with pytest.raises(ValueError, match=r"30 unreadable images: .* and 10 more"):
-        without_bad(folder, find_bad_images(folder.root, folder.paths, 1), ImageConfig())
+        refuse_bad(images, read_all(images)[1], tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"  {tmp_path / name}" for name in names]
 
@@ -210,43 +223,62 @@ def test_all_bad_files_are_listed_before_the_error(tmp_path, capsys):
 def test_every_cut_of_every_format_is_found(tmp_path):
     for name in ("a.jpg", "b.png", "c.webp", "d.bmp", "e.gif", "f.tif"):
         formula_image(64, 64).save(tmp_path / name)
+    images = open_images(str(tmp_path), ImageConfig(image_size=16))
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert find_bad_images(tmp_path, sorted(whole), 2) == []
+    assert not read_all(images)[1]
     for share in (0.2, 0.5, 0.8):
         for name, data in whole.items():
             (tmp_path / name).write_bytes(data[: int(len(data) * share)])
-        assert [path for path, _ in find_bad_images(tmp_path, sorted(whole), 2)] == sorted(whole)
+        pixels, bad = read_all(images)
+        assert pixels.shape == (0, 3, 16, 16)
+        assert list(bad) == list(range(6))
 
 
 def test_a_class_of_bad_files_only(tmp_path):
-    image_folder(tmp_path, {"a": 2, "b": 1}, size=8)
-    (tmp_path / "b" / "000.png").write_bytes(b"nothing")
-    folder = scan_images(tmp_path)
-    bad = find_bad_images(folder.root, folder.paths, 1)
-    with pytest.raises(ValueError, match="no readable image in b"):
-        without_bad(folder, bad, ImageConfig(on_bad_image="skip"))
-    kept = without_bad(folder, bad, ImageConfig(on_bad_image="skip", allow_empty_classes=True))
-    assert kept.class_names == ("a", "b")
-    assert kept.labels == (0, 0)
+    images = open_images(str(image_folder(tmp_path, {"a": 2, "b": 1}, size=8)), ImageConfig(image_size=8))
+    refuse_lost_classes(images, [0, 2], "HERE")
+    with pytest.raises(ValueError, match="HERE: no readable image in b"):
+        refuse_lost_classes(images, [0, 1], "HERE")
 
 
-def test_folder_pixels(tmp_path):
-    folder = scan_images(image_folder(tmp_path, {"a": 2, "b": 1}, size=48))
-    pixels = folder_pixels(folder, 32)
-    assert len(pixels) == 3
+def test_images_of_a_folder(tmp_path):
+    images = open_images(str(image_folder(tmp_path, {"a": 2, "b": 1}, size=48)), ImageConfig(image_size=32))
+    assert len(images) == 3
+    assert (images.crop, images.in_memory) == ("adm-center", False)
     expected = np.asarray(center_crop(Image.open(tmp_path / "b" / "000.png"), 32))
-    assert np.array_equal(pixels.read(2).permute(1, 2, 0).numpy(), expected)
+    assert np.array_equal(images[2].permute(1, 2, 0).numpy(), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(images))[2], images[2])  # as a spawned worker gets it
 
 
 def test_digits():
-    images, labels = load_digits()
-    assert images.dtype == torch.uint8
-    assert images.shape == (1797, 1, 8, 8)
-    assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert sorted(images.unique().tolist()) == [int(v * 255 / 16 + 0.5) for v in range(17)]
+    images = open_dataset_images("digits")
+    pixels = torch.stack([images[index] for index in range(len(images))])
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (1797, 1, 8, 8)
+    assert (images.channels, images.image_size, images.crop) == (1, 8, "none")
+    assert np.bincount(images.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert sorted(pixels.unique().tolist()) == [int(v * 255 / 16 + 0.5) for v in range(17)]
+    with pytest.raises(ValueError, match="image_size: 256; digits has 8"):
+        open_images("digits", ImageConfig(image_size=256))
+    with pytest.raises(ValueError, match="digits:8; "):
+        open_dataset_images("digits:8")
 
 
 def test_digits_without_sklearn(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match="quickstart"):
-        load_digits()
+        open_dataset_images("digits")
+
+
+def test_a_set_of_ones_own(monkeypatch):
+    def grey(argument):
+        levels = [int(level) for level in argument.split("-")]
+        return ImageSet(levels, [0] * len(levels), ["grey"], 3, 4, lambda i: torch.full((3, 4, 4), levels[i]).byte())
+
+    monkeypatch.setitem(DATASETS, "grey", grey)
+    assert is_dataset("grey:7-8")
+    assert not is_dataset("greyish")
+    assert not is_dataset("folder/grey")
+    pixels, bad = read_all(open_images("grey:7-8-9-200", ImageConfig()))
+    assert pixels[:, 0, 0, 0].tolist() == [7, 8, 9, 200]
+    assert not bad

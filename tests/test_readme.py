@@ -1,6 +1,8 @@
-"""The README's commands run as they are written, or with smaller sizes and other paths where they would take days."""
+"""The commands of the README and of docs/ run as they are written, or with smaller sizes where they would take days."""
 
+import ast
 import json
+import re
 import shlex
 import shutil
 
@@ -12,9 +14,10 @@ from helpers import ROOT, image_folder, python, readme_block, tiny_vae
 from PIL import Image
 
 from vcagen import __main__
-from vcagen.config import command_line as cli
-from vcagen.config.options import Config
+from vcagen.config import command_line
 from vcagen.networks.dit import DiT
+
+PAGES = ["README.md", *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md")))]
 
 
 @pytest.fixture
@@ -26,13 +29,53 @@ def clone(tmp_path):
     return tmp_path
 
 
+def words_of(command):
+    """A command's arguments for Python: `vcagen JOB` is `python -m vcagen JOB`."""
+    words = shlex.split(command)
+    assert words[0] in ("python", "vcagen"), command
+    return words[1:] if words[0] == "python" else ["-m", *words]
+
+
 def run(command, folder, *extra, **paths):
-    """Run one command of the README in `folder`, with other paths and more options."""
+    """Run one command in `folder`, with other paths and more options."""
     for name, path in paths.items():
         command = command.replace(name, str(path))
-    words = shlex.split(command)
-    assert words[0] == "python"
-    return python(*words[1:], *extra, cwd=folder, timeout=900)
+    return python(*words_of(command), *extra, cwd=folder, timeout=900)
+
+
+def commands(page):
+    """(job, arguments) of every command line of ours in a page, without its launcher."""
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S):
+        for line in re.split(r"\n|&&", block.strip()):
+            words = shlex.split(line)
+            words = shlex.split(words[-1]) if words[0] == "srun" else words
+            found = [i for i, word in enumerate(words) if word in ("vcagen", "train.py", "sample.py")]
+            if found and words[0] != "pip":
+                start = found[0]
+                rest = words[start + 1 :] if words[start] == "vcagen" else [words[start][:-3], *words[start + 1 :]]
+                name = next(name for name in (" ".join(rest[:2]), rest[0]) if name in __main__.JOBS)
+                yield name, rest[len(name.split()) :]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_names_options_and_files_that_exist(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(command_line, "_import", lambda module: None)  # test_extend.py has the modules
+    for job, arguments in commands(page):
+        command_line.parse(__main__.JOBS[job][0], arguments, prog=job)
+        for word in arguments:
+            assert not word.startswith("configs/") or (ROOT / word).is_file(), word
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or ((ROOT / page).parent / target).is_file(), target
+
+
+def test_every_job_is_in_the_documents():
+    assert {job for page in PAGES for job, _ in commands(page)} == __main__.JOBS.keys()
 
 
 def test_the_list_of_jobs_is_the_one_printed(capsys):
@@ -41,9 +84,26 @@ def test_the_list_of_jobs_is_the_one_printed(capsys):
     assert [line.strip() for line in readme_block("jobs")] == [line.strip() for line in listed]
 
 
-def test_the_model_of_your_own_runs(capsys):
-    exec("\n".join(readme_block("own model")), {})
-    assert capsys.readouterr().out == "torch.Size([2, 197, 384])\n"
+def test_the_promises_are_those_of_the_folders():
+    table = re.search(r"<!-- layout -->\n((?:\|.*\n)+)", (ROOT / "README.md").read_text()).group(1).splitlines()[2:]
+    promises = dict(re.fullmatch(r"\| `(\w+)/` \| (.*) \|", row).groups() for row in table)
+    folders = {file.parent.name: ast.get_docstring(ast.parse(file.read_text())).splitlines()[0]
+               for file in ROOT.glob("vcagen/*/__init__.py")}  # fmt: skip
+    assert folders.pop("jobs")
+    assert promises == folders
+
+
+def test_the_published_numbers_are_those_of_the_table(tmp_path, capsys):
+    from vcagen.paper.table import load_table
+
+    published = {row.name: row.published for row in load_table(ROOT / "configs" / "table2.yaml").rows}
+    text = (ROOT / "README.md").read_text()
+    cells = re.findall(r"([DS]iT-\w/\d(?: \+ VCA)?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text)
+    assert len(cells) == 8
+    for name, params, gflops, fid in cells:
+        assert float(fid) == published[name]["fid"]
+        assert round(float(gflops), 1) == published[name]["gflops"]
+        assert abs(float(params) - published[name]["params"]) < 0.25
 
 
 def test_the_test_command_is_the_one_of_ci():
@@ -54,27 +114,9 @@ def test_the_test_command_is_the_one_of_ci():
     assert test in ci
 
 
-def test_launch_lines_name_files_and_options_that_exist(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for line in readme_block("machines"):
-        words = shlex.split(line)
-        if words[0] == "srun":
-            words = shlex.split(words[-1])
-        for word in words:
-            if word.startswith("configs/"):
-                assert (ROOT / word).is_file(), word
-        arguments = words[words.index("train.py") + 1 :]
-        assert cli.parse(Config, arguments, prog="train.py").process.name == "flow"
+def test_presets_exist():
     for preset in ("one_gpu", "eight_gpus", "several_machines", "fsdp"):
         assert (ROOT / "configs" / "accelerate" / f"{preset}.yaml").is_file()
-
-
-def test_start_up_is_light():
-    loaded = "import sys; heavy = {'torch', 'diffusers', 'accelerate', 'timm', 'matplotlib'}"
-    python("-c", f"import vcagen; {loaded}; assert not heavy & sys.modules.keys()")
-    python(
-        "-c", f"from vcagen import __main__ as m; m.main(['--help']); {loaded}; assert not heavy & sys.modules.keys()"
-    )
 
 
 @pytest.mark.slow
@@ -100,19 +142,8 @@ def test_quick_start(clone):
 
 
 @pytest.mark.slow
-def test_miniature(clone):
-    (command,) = readme_block("miniature")
-    run(command, clone, "--seeds=1", "--steps=10", "--num_images=20")
-    report = clone / "runs" / "miniature" / "report"
-    rows = json.loads((report / "miniature.json").read_text())["rows"]
-    assert len(rows) == 8
-    assert all(row["score"] > 0 and not row["marks"] for row in rows)
-    assert (report / "miniature.png").is_file()
-
-
-@pytest.mark.slow
 def test_own_images_and_public_weights(clone):
-    encode, train, sample, public, inspect = readme_block("own images")
+    encode, train, sample, public, inspect, export = readme_block("own images", "docs/imagenet.md")
     vae = tiny_vae(clone / "vae")
     image_folder(clone / "my" / "images", {"cat": 5, "dog": 5}, size=64)
     run(encode, clone, "--vae", vae, "--image_size=64")
@@ -139,4 +170,6 @@ def test_own_images_and_public_weights(clone):
     run(public, clone, "--num_images=2", "--num_steps=2", "--vae", vae)
     out, _ = run(inspect, clone)
     assert "384" in out
+    run(export, clone)
+    run("python sample.py --checkpoint mine.safetensors", clone, "--num_images=2", "--num_steps=3")
     assert len(tiny.metrics(clone / "runs" / "mine")) == 1

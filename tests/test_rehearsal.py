@@ -73,8 +73,8 @@ def test_the_imagenet_path(tmp_path):
                 killed_once(words)
             torchrun(2, *words)
         else:
-            assert words[0] == "python"
-            out, _ = python(*words[1:])
+            assert words[0] == "vcagen"
+            out, _ = python("-m", *words)
     for name, sampler in (("dit-s-2-vca", "ddpm"), ("sit-s-2-vca", "sde")):
         state = json.loads((tmp_path / "runs" / name / "checkpoints/step_0000012/state.json").read_text())
         assert state["num_processes"] == 2

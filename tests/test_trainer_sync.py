@@ -6,7 +6,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vcagen.training import setup as build_training
+from vcagen.training import setup
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_fit(run, **options):
-    trainer = build_training.build_trainer(tiny.config(run, **options))
+    trainer = setup.build_trainer(tiny.config(run, **options))
     with Reads() as reads:
         trainer.fit()
     return reads.count

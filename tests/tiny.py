@@ -4,10 +4,9 @@ import json
 
 from safetensors.torch import load_file
 
-from vcagen.config import command_line as cli
+from vcagen.config import command_line
 from vcagen.config.options import Config
-from vcagen.paper.table import nested
-from vcagen.training import setup as build_training
+from vcagen.training import setup
 
 OPTIONS = {
     "process.name": "flow",
@@ -29,8 +28,14 @@ OPTIONS = {
 
 def config(run, **options) -> Config:
     """Dotted options with `__` for the dots."""
-    given = {name.replace("__", "."): value for name, value in options.items()}
-    return cli.from_mapping(Config, {"run_dir": str(run), **nested({**OPTIONS, **given})})
+    values = {"run_dir": str(run)}
+    for name, value in {**OPTIONS, **{name.replace("__", "."): value for name, value in options.items()}}.items():
+        *sections, last = name.split(".")
+        part = values
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[last] = value
+    return command_line.from_mapping(Config, values)
 
 
 def arguments(run, **options):
@@ -42,7 +47,7 @@ def arguments(run, **options):
 
 def train(run, **options):
     """Train in this process; returns the trainer."""
-    trainer = build_training.build_trainer(config(run, **options))
+    trainer = setup.build_trainer(config(run, **options))
     trainer.fit()
     return trainer
 

@@ -1,83 +1,47 @@
-"""From configuration to objects: the only place that maps names to classes and reads the config."""
+"""From options to networks, processes and samplers: the only place that maps names to classes."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
+import inspect
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
-from vcagen.config.options import ModelConfig, ProcessConfig, SamplingConfig
+from vcagen.config.options import SAMPLING_OPTIONS, ModelConfig, ProcessConfig, SamplingConfig, VcaOptions
 from vcagen.data.latents import DataSpec
-from vcagen.networks.cost import Cost, measure
 from vcagen.networks.dit import DiT, parse_size
-from vcagen.processes.diffusion import GaussianDiffusion
-from vcagen.processes.flow import LinearInterpolant
-from vcagen.processes.samplers import SAMPLERS, RandnLike, draws_noise, sampler_options, with_cfg
-from vcagen.processes.watch import Progress
-
-
-def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
-    """accelerate's Accelerator on the GPU, or on the CPU where there is none, also under torchrun.
-
-    Patient processes wait a day for one that measures a reference or encodes the last shard.
-
-    Raises:
-        ValueError: the launcher started more processes than accelerate joined.
-    """
-    keep_freed_memory()
-    # Gradients live in DDP's buckets instead of beside them; no buffer of ours changes.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-    handlers = [ddp, InitProcessGroupKwargs(timeout=timedelta(days=1))] if patient else [ddp]
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers, **options)
-    accelerator.gradient_accumulation_steps = 1  # the trainer accumulates itself, whatever the environment says
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != launched:
-        raise ValueError(
-            f"WORLD_SIZE: the launcher started {launched} processes, accelerate joined {accelerator.num_processes}; "
-            "on CPU launch with torchrun --nproc_per_node"
-        )
-    return accelerator
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory that it frees, where the C library is glibc.
-
-    glibc gives the end of its heap back to the system after a training step and takes it again, page by page, in the
-    next: on CPU a twentieth of a compiled step with VCA, and nothing with a network that happens to end otherwise.
-    """
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
-        mallopt(m_trim_threshold, -1)  # never
-        mallopt(m_mmap_threshold, 32 << 20)  # bytes: as far as its own rule goes, which ends with the line above
+from vcagen.processes import PROCESSES
+from vcagen.processes.guidance import with_cfg
+from vcagen.processes.process import Process
+from vcagen.processes.samplers import SAMPLERS, options_in_use
 
 
 def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> DiT:
-    """The network for that data: twice the channels out where the process learns a variance.
+    """The network for that data, with the output channels that the process asks for.
 
     Raises:
-        ValueError: a size, attention or option that does not exist or does not fit the data.
+        ValueError: a size, process, attention or option that does not exist or does not fit the data.
     """
+    check_name("process.name", process.name, PROCESSES)
+    changed = {name: value for name, value in asdict(model.attention_options).items()
+               if value != getattr(VcaOptions(), name)}  # fmt: skip
     try:
         shape = parse_size(model.size)
-        for name in ("hidden_size", "depth", "num_heads", "patch_size"):
+        for name in ("hidden_size", "depth", "num_heads"):
             if (value := getattr(model, name)) is not None:
                 shape[name] = value
         return DiT(
             input_size=(data.height, data.width),
             in_channels=data.channels,
-            out_channels=data.channels * (2 if process.name == "diffusion" else 1),
+            out_channels=data.channels * PROCESSES[process.name].outputs_per_channel,
             mlp_ratio=model.mlp_ratio,
             num_classes=data.num_classes,
             class_dropout_prob=model.class_dropout_prob,
             attention=model.attention,
-            attention_options=model.attention_options,
+            attention_options=changed,
             gradient_checkpointing=model.gradient_checkpointing,
             **shape,
         )
@@ -85,67 +49,66 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
         raise ValueError(f"model.{error}") from error
 
 
-def build_cost(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> Cost:
-    """What such a network costs; no memory is taken."""
-    with torch.device("meta"):
-        return measure(build_model(model, process, data))
-
-
-def build_process(process: ProcessConfig) -> GaussianDiffusion | LinearInterpolant:
-    """The process that is learned and sampled."""
-    return LinearInterpolant() if process.name == "flow" else GaussianDiffusion(process.num_timesteps)
-
-
-class Sampler(Protocol):
-    """Noise (N, C, H, W) and labels (N,) to latents (N, C, H, W), and the number of network calls that took."""
-
-    def __call__(
-        self, noise: Tensor, y: Tensor, *, randn_like: RandnLike, progress: Progress | None = None
-    ) -> tuple[Tensor, int]: ...
-
-
-def build_sampler(
-    model: Callable[[Tensor, Tensor, Tensor], Tensor],
-    process: GaussianDiffusion | LinearInterpolant,
-    settings: SamplingConfig,
-    *,
-    null_label: int | None,
-    bf16: bool = False,
-) -> Sampler:
-    """The sampler of resolved settings: noise and labels to latents and the number of network calls.
-
-    Args:
-        settings: from `vcagen.sampling.noise.resolve_sampling`.
-        null_label: of the network, which may come wrapped.
-        bf16: autocast of the network; the state stays in float32.
+def build_process(process: ProcessConfig) -> Process:
+    """The process that is learned and sampled.
 
     Raises:
-        ValueError: settings that the sampler or the guidance refuses; found by a rehearsal with a zero network.
+        ValueError: unknown process.
     """
-    name, cfg_scale = settings.sampler, settings.cfg_scale
-    assert name is not None and cfg_scale is not None, "settings must be resolved"  # noqa: PT018
-    options = {option: getattr(settings, option) for option in sampler_options(name)}
-    options = {option: value for option, value in options.items() if value is not None}
+    check_name("process.name", process.name, PROCESSES)
+    constructor: Callable[..., Process] = PROCESSES[process.name]
+    takes_steps = "num_timesteps" in inspect.signature(constructor).parameters
+    return constructor(num_timesteps=process.num_timesteps) if takes_steps else constructor()
 
-    def sample(
-        noise: Tensor, y: Tensor, *, randn_like: RandnLike, progress: Progress | None = None, network: Any = model
-    ) -> tuple[Tensor, int]:
-        def autocast(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-                return network(x, t, y).float()
 
-        predict = with_cfg(
-            autocast, y, cfg_scale=cfg_scale, null_label=null_label,
-            guided_channels=settings.guided_channels, interval=settings.cfg_interval,
-        )  # fmt: skip
-        random = {"randn_like": randn_like} if draws_noise(name) else {}
-        latents = SAMPLERS[name](process, predict, noise, **random, **options, progress=progress)
-        return latents, predict.calls
+def resolve_sampling(recipe: SamplingConfig, given: dict[str, Any], process: str) -> SamplingConfig:
+    """The recipe of a run with the options that were given, its sampler named.
 
-    channels = 2 if isinstance(process, GaussianDiffusion) else 1
-    zero = torch.zeros(1, 1, 1, 1)
-    sample(
-        zero, torch.zeros(1, dtype=torch.long), randn_like=torch.zeros_like,
-        network=lambda x, t, y: x.new_zeros(len(x), channels, 1, 1),
+    Raises:
+        ValueError: a sampler of another process, or an option that was given and would do nothing.
+    """
+    values = {name: getattr(recipe, name) for name in SAMPLING_OPTIONS}
+    for option in given.keys() - values.keys():
+        raise ValueError(f"{option}: unknown option; those of sampling are {', '.join(SAMPLING_OPTIONS)}")
+    values |= given
+    choices = [name for name, sampler in SAMPLERS.items() if sampler.process == process]
+    name = values["sampler"] or next(iter(choices), None)
+    if name not in choices:
+        raise ValueError(f"sampler: {name} is not for a {process} model; choose {' or '.join(choices) or 'another'}")
+    used = options_in_use(name, values["method"])
+    idle = {option for sampler in SAMPLERS.values() for option in sampler.options} - set(used)
+    for option in sorted(idle & given.keys()):
+        which = f"{name} {values['method']}" if "method" in used else name
+        raise ValueError(f"{option}: {which} does not use it; it uses {', '.join(used)}")
+    return SamplingConfig(**{**values, "sampler": name})
+
+
+def sampler_options(settings: SamplingConfig) -> dict[str, Any]:
+    """The options that the sampler of resolved settings uses."""
+    assert settings.sampler is not None, "resolve_sampling names the sampler"
+    return {name: getattr(settings, name) for name in options_in_use(settings.sampler, settings.method)}
+
+
+def rehearse(settings: SamplingConfig, process: Process, *, null_label: int | None) -> None:
+    """Run the sampler of resolved settings with a network that returns zeros.
+
+    Raises:
+        ValueError: settings that the sampler or the guidance refuses.
+    """
+    assert settings.sampler is not None, "resolve_sampling names the sampler"
+
+    def zero(x_t: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        return x_t.new_zeros(len(x_t), process.outputs_per_channel, 1, 1)
+
+    predict = with_cfg(
+        zero, torch.zeros(1, dtype=torch.long), cfg_scale=settings.cfg_scale, null_label=null_label,
+        guided_channels=settings.guided_channels, interval=settings.cfg_interval,
     )  # fmt: skip
-    return sample
+    sampler, options = SAMPLERS[settings.sampler].function, sampler_options(settings)
+    sampler(process, predict, torch.zeros(1, 1, 1, 1), randn_like=torch.zeros_like, **options)
+
+
+def check_name(option: str, name: str, registry: dict[str, Any]) -> None:
+    """Raise ValueError where a registry does not have the name that an option gives."""
+    if name not in registry:
+        raise ValueError(f"{option}: {name}; choose from {', '.join(registry)}")

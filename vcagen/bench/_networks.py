@@ -1,16 +1,8 @@
-"""Networks that more than one benchmark takes, with random weights."""
+"""A VAE of random weights that more than one benchmark takes."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from vcagen.networks.dit import DiT, parse_size
-
-
-def dit_s2() -> DiT:
-    """DiT-S/2 for latents (4, 32, 32) of 1,000 classes, with a learned variance."""
-    size: dict[str, Any] = parse_size("S/2")
-    return DiT(input_size=32, in_channels=4, out_channels=8, num_classes=1000, **size)
 
 
 def sd_vae() -> Any:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from vcagen.build import keep_freed_memory
-
 MIN_TURNS = 3
 
 
@@ -58,16 +56,13 @@ def _wait(device: torch.device) -> None:
 
 
 def open_device(name: str, threads: int | None = None) -> torch.device:
-    """The device of that name, with that many threads for the CPU, and memory used as in training.
+    """The device of that name, with that many threads for the CPU.
 
     Raises:
-        ValueError: no such device here, or no thread.
+        ValueError: no such device here.
     """
     if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads: {threads}; needs at least 1")
         torch.set_num_threads(threads)
-    keep_freed_memory()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -5,51 +5,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vcagen.bench._timing import in_turns, open_device, ratio
-from vcagen.config import command_line as cli
+from vcagen.config.job_options import AttentionBenchConfig
 from vcagen.networks.attention import VisualContrastAttention, make_attention
 from vcagen.paper.table import markdown
 from vcagen.system.files import write_json
+from vcagen.training.plots import drawing
 
 HEAD_DIM = 64
-
-
-@dataclass(frozen=True)
-class AttentionBenchConfig:
-    """Time Visual-Contrast Attention and plain fused attention in turns, forward and with the backward pass."""
-
-    tokens: list[int] = field(default_factory=lambda: [256, 1024])
-    """Token counts N, square numbers; the paper's latents of 256 pixels have 256 at patch size 2."""
-    widths: list[int] = field(default_factory=lambda: [384])
-    """Widths D in heads of 64: 384 is S, 768 is B."""
-    precisions: list[Literal["float32", "bfloat16"]] = field(default_factory=lambda: ["float32"])
-    """Types of inputs and weights."""
-    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager", "compiled"])
-    """Without and with torch.compile, for both attentions."""
-    parts: list[Literal["attend", "layer"]] = field(default_factory=lambda: ["attend", "layer"])
-    """The attention on given q, k and v, and the layer with its projections."""
-    contrast_side: int = 8
-    """Side of the contrast grid."""
-    batch_tokens: int = 2048
-    """Tokens of a batch: 8 images of 256, 2 of 1,024, 1 of 2,048 and more."""
-    seconds: float = 3.0
-    """Time of each measurement."""
-    threads: int | None = None
-    """CPU threads. Default: as torch finds best."""
-    device: str = "cpu"
-    """Device to measure on: cpu or cuda."""
-    json: str | None = None
-    """File to write the numbers to as well."""
-    plot: str | None = None
-    """PNG file to draw the ratios over the tokens in as well."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +34,10 @@ class Case:
     mode: str
 
 
-def main(args: list[str]) -> None:
+def run(config: AttentionBenchConfig) -> None:
     """Print a table, one row a comparison and pass: milliseconds, their ratio, and that of the multiply-adds."""
-    config = cli.parse(AttentionBenchConfig, args, prog="python -m vcagen bench attention")
     for tokens in config.tokens:
-        if tokens < 1 or math.isqrt(tokens) ** 2 != tokens:
+        if math.isqrt(tokens) ** 2 != tokens:
             raise ValueError(f"tokens: {tokens} is not a square number")
     for width in config.widths:
         if width < HEAD_DIM or width % HEAD_DIM:
@@ -87,8 +57,6 @@ def main(args: list[str]) -> None:
     if config.json is not None:
         write_json(config.json, {**asdict(config), "threads": torch.get_num_threads(), "rows": rows})
     if config.plot is not None:
-        from vcagen.paper.plots import plot_speed
-
         plot_speed(Path(config.plot), rows)
 
 
@@ -178,3 +146,27 @@ def _table(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return markdown(header, cells)
+
+
+def plot_speed(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Speed of contrast over plain attention by number of tokens, from the rows of `bench attention`."""
+    with drawing(path, 7, 4.5) as axes:
+        kinds: dict[str, dict[int, float]] = {}
+        limits: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["pass"] != "forward":
+                name = f"{row['part']}, {row['mode']}, {row['precision']}, width {row['width']}"
+                kinds.setdefault(name, {})[row["tokens"]] = row["ratio"]
+                limits.setdefault(f"multiply-adds, {row['part']}", {})[row["tokens"]] = row["multiply_add_ratio"]
+        for name, points in kinds.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), "o-", label=name)
+        for name, points in limits.items():
+            axes.plot(*zip(*sorted(points.items()), strict=True), "k--" if "attend" in name else "k:", label=name)
+        axes.axhline(1, color="silver", zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set(xlabel="tokens", ylabel="plain / contrast time", title="Forward and backward pass of one attention")
+        axes.legend(fontsize=8)
+    return path

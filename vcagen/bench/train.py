@@ -5,55 +5,30 @@ from __future__ import annotations
 import importlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from torch import Tensor, nn
+from torch import nn
 
 from vcagen.bench._timing import in_turns, open_device, ratio
-from vcagen.bench.data import write_latents
-from vcagen.build import build_accelerator, build_model, build_process
-from vcagen.config import command_line as cli
-from vcagen.config.options import CheckpointConfig, LogConfig, ModelConfig, ProcessConfig, TrainConfig
+from vcagen.bench.vae import write_latents
+from vcagen.build import build_model, build_process
+from vcagen.config.job_options import TrainBenchConfig
+from vcagen.config.options import Config, DataConfig, ModelConfig, ProcessConfig, TrainConfig
 from vcagen.data.latents import LatentDataset
 from vcagen.data.vae import LatentVAE
 from vcagen.paper.table import markdown
 from vcagen.system.files import write_json
+from vcagen.system.processes import build_accelerator
 from vcagen.training.trainer import Trainer
 
 ITEMS = 1024
 CLASSES = 1000
 PEER = "peer"
-
-
-@dataclass(frozen=True)
-class TrainBenchConfig:
-    """Time whole training steps (data, forward, backward, optimizer, EMA), bare networks and a peer, in turns."""
-
-    sizes: list[str] = field(default_factory=lambda: ["S/2"])
-    """Networks, on latents (4, 32, 32)."""
-    attentions: list[str] = field(default_factory=lambda: ["mhsa", "vca"])
-    """Attentions; with mhsa among them the others are compared with it."""
-    precisions: list[Literal["float32", "bf16"]] = field(default_factory=lambda: ["float32"])
-    """float32, or autocast to bfloat16."""
-    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager"])
-    """Without and with torch.compile."""
-    process: Literal["diffusion", "flow"] = "diffusion"
-    """Process that is learned."""
-    batch: int = 8
-    """Images a step."""
-    peer: str | None = None
-    """module.path:callable that makes a network forward(x, t, y), timed in turns, eager in float32, with AdamW."""
-    seconds: float = 60.0
-    """Time of the measurement, over all networks."""
-    threads: int | None = None
-    """CPU threads. Default: as torch finds best."""
-    json: str | None = None
-    """File to write the numbers to as well."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +46,8 @@ class Variant:
         return f"{self.size} {self.attention}, {self.precision}, {self.mode}"
 
 
-def main(args: list[str]) -> None:
+def run(config: TrainBenchConfig) -> None:
     """Print a table, one row a network."""
-    config = cli.parse(TrainBenchConfig, args, prog="python -m vcagen bench train")
-    cli.at_least(config, batch=1)
     device = open_device("cuda" if torch.cuda.is_available() else "cpu", config.threads)
     variants = [
         Variant(size, attention, precision, mode)
@@ -109,25 +82,21 @@ def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset,
     AcceleratorState._reset_state(reset_partial_state=False)
     GradientState._reset_state()
     precision: Literal["no", "bf16"] = "bf16" if variant.precision == "bf16" else "no"
+    train = TrainConfig(
+        steps=1_000_000, batch_size=config.batch, precision=precision, compile=variant.mode == "compiled"
+    )  # fmt: skip
     model = ModelConfig(size=variant.size, attention=variant.attention)
-    process = ProcessConfig(name=config.process)
+    options = Config(
+        str(folder), model=model, process=ProcessConfig(config.process), data=DataConfig(num_workers=0), train=train
+    )  # fmt: skip
+    accelerator = build_accelerator(mixed_precision=precision)
     return Trainer(
-        run=folder,
-        accelerator=build_accelerator(mixed_precision=precision),
-        network=build_model(model, process, replace(dataset.spec, num_classes=CLASSES)),
-        process=build_process(process),
-        vae=LatentVAE.from_description(dataset.spec.vae),
+        options,
+        accelerator=accelerator,
+        network=build_model(model, options.process, replace(dataset.spec, num_classes=CLASSES)),
+        process=build_process(options.process),
+        vae=LatentVAE.from_description(dataset.spec.vae, device=accelerator.device),
         dataset=dataset,
-        settings=TrainConfig(
-            steps=1_000_000,
-            batch_size=config.batch,
-            precision=precision,
-            compile=variant.mode == "compiled",
-        ),
-        log=LogConfig(),
-        checkpoint=CheckpointConfig(),
-        seed=0,
-        metadata={},
     )
 
 
@@ -136,7 +105,7 @@ class _Step:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.batches: Iterator[tuple[Tensor, Tensor]] = iter(trainer.loader())
+        self.batches = trainer.batches()
 
     def __call__(self) -> None:
         self.trainer.train_step(*next(self.batches))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import inspect
 import os
 import re
@@ -12,15 +13,24 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
+from vcagen.system.files import read_yaml
+
 T = TypeVar("T")
+
+RENAMED = {
+    "run": "run_dir", "objective": "process", "objective.name": "process.name", "codec": "vae", "codec.vae": "vae.path",
+    "objective.num_timesteps": "process.num_timesteps", "codec.precision": "vae.precision",
+    "codec.tiling": "vae.tiling", "model.patch_size": "model.size",
+}  # fmt: skip
+"""Options of earlier versions, and what they are called now."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -45,60 +55,91 @@ class Parser(ArgumentParser):
         plain = re.search(r"Option '([\w.]+)' is not accepted", message)
         if found := unknown or nested or plain:
             name = ".".join(found.groups())
-            near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(
-                name.rsplit(".", 1)[-1], names, n=1
-            )
+            near = [RENAMED[name]] if RENAMED.get(name) in names else difflib.get_close_matches(name, names, n=1)
+            near = near or difflib.get_close_matches(name.rsplit(".", 1)[-1], names, n=1)
             return f"{name}: unknown option" + (f"; did you mean {near[0]}?" if near else "")
         message = re.sub(r'^Parser key "([\w.]+)":', r"\1:", message.strip())
-        if given := re.search(r"(?:Given|Got) value: (.*)", message):
-            kinds = re.findall(r"<class '(\w+)'>", message.split("Subtypes:")[-1].split("]")[0])
-            if "Literal[" in message:
-                kinds = re.findall(r"'([\w+-]+)'", message.split("Literal[")[1].split("]")[0])
-            kinds = ["null" if kind == "NoneType" else kind for kind in kinds]
-            key = message.split(":", 1)[0]
-            hints = [str(getattr(action, "_typehint", "")) for action in self._actions if action.dest == key]
-            expected = " or ".join(kinds) or " ".join(hints) or "a mapping of options"
-            return f"{key}: expected {expected}, got {given.group(1)!r}"
-        return re.sub(r"\s+", " ", message)
+        key = message.split(":", 1)[0]
+        given = re.search(r"(?:Given|Got) value: (.*)", message) or re.search(
+            r"Not of type \w+: (?:invalid literal for int\(\) with base 10: |could not convert string to float: )?"
+            r"'?(.*?)'?(?: does not conform to restriction .*|$)", message
+        )  # fmt: skip
+        if not given:
+            return re.sub(r"\s+", " ", message)
+        hints = [getattr(action, "_typehint", None) or action.type for action in self._actions if action.dest == key]
+        expected = " or ".join(word for hint in hints for word in _words(hint)) or "a mapping of options"
+        return f"{key}: expected {expected}, got {given.group(1)!r}"
 
 
-def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str, positional: str | None = None) -> T:
+def _words(hint: Any) -> list[str]:
+    """What a type hint admits, in words."""
+    if hint is None or hint is type(None):
+        return ["null"]
+    if get_origin(hint) is Literal:
+        return [str(value) for value in get_args(hint)]
+    if get_origin(hint) in (Union, UnionType):
+        return [word for part in get_args(hint) for word in _words(part)]
+    if get_origin(hint) is None and isinstance(hint, type):
+        restriction = re.search(r"^(\w+) restricted to be (.*)$", hint.__doc__ or "")
+        return [" ".join(restriction.groups()) if restriction else hint.__name__]
+    if get_origin(hint) is list:
+        return [f"a list of {' or '.join(_words(get_args(hint)[0]))}"]
+    return [str(hint)]
+
+
+def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str) -> T:
     """Parse command-line arguments into the dataclass `config`.
 
-    Every field is an option `--field`, nested dataclasses by dots; `--config FILE` reads YAML, later arguments win.
-    `positional` names one field that is given without a dash, and may be left out where it has a default. The class
-    docstring is the help text.
+    Every field is an option `--field`, nested dataclasses by dots; `--config FILE` reads YAML, later arguments win. A
+    class attribute `positional` names the field that is given without a dash. A field `given` becomes the names of the
+    options that were given. Modules named by `--plugin` are imported. The class docstring is the help text.
 
     Raises:
-        ValueError: unknown option, wrong type, unreadable file, or a value the dataclass refuses.
+        ValueError: unknown option, wrong type, unreadable file, a plugin that cannot be imported, or a value the
+            dataclass refuses.
     """
     parser = Parser(prog=prog, description=inspect.cleandoc(config.__doc__ or ""), formatter_class=Formatter)
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_argument(
+        "--config", action="config", help="YAML file with any of the options below, or the name of a packaged one."
+    )
+    positional = getattr(config, "positional", None)
     if positional is not None:
-        default = next(field.default for field in fields(config) if field.name == positional)  # type: ignore[arg-type]
-        optional = {} if default in (MISSING, "") else {"nargs": "?", "default": default}
-        parser.add_argument(positional, type=str, **optional)
-    parser.add_class_arguments(config, as_group=False, skip={positional} if positional else set())
+        parser.add_argument(positional, type=str)
+    parser.add_class_arguments(config, as_group=False, skip={positional, "given"} - {None})
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:  # --dry_run alone means true
             action.nargs, action.const = "?", True
-    _check_files(args)
-    return _instantiate(parser, config, parser.parse_args(args))
+    args = _find_configs(sys.argv[1:] if args is None else args)
+    parsed = _instantiate(parser, config, parser.parse_args(args))
+    for module in filter(None, (getattr(parsed, "plugin", None) or "").split(",")):
+        _import(module.strip())
+    if hasattr(parsed, "given"):
+        names = vars(parser.parse_args(args, defaults=False)).keys()
+        parsed = replace(parsed, given=frozenset(names) - {"config"})  # type: ignore[type-var]
+    return parsed
 
 
-def _check_files(args: Sequence[str] | None) -> None:
-    """Name the --config file that is no mapping of options: jsonargparse would not."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", default=[])
-    for path in parser.parse_known_args(args)[0].config:
-        try:
-            values = yaml.safe_load(Path(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-        if not isinstance(values, dict):
+def find_config(name: str) -> str:
+    """Path of a YAML file: `name` itself, or the packaged configuration called so, such as quickstart."""
+    package = Path(__file__).parent.parent
+    packaged = [folder / "configs" / f"{name}.yaml" for folder in (package, package.parent)]  # a wheel, a clone
+    return str(next((path for path in (Path(name), *packaged) if path.exists()), name))
+
+
+def _find_configs(args: Sequence[str]) -> list[str]:
+    """The arguments with the paths of the --config files, which must be mappings of options."""
+    args = list(args)
+    for i, argument in enumerate(args):
+        if argument == "--config" and i + 1 < len(args):
+            args[i + 1] = path = find_config(args[i + 1])
+        elif argument.startswith("--config="):
+            path = find_config(argument.removeprefix("--config="))
+            args[i] = f"--config={path}"
+        else:
+            continue
+        if not isinstance(values := read_yaml(path), dict):
             raise ValueError(f"{path}: expected a mapping of options, got {values!r}")
+    return args
 
 
 def from_mapping(config: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -131,7 +172,9 @@ def _instantiate(parser: Parser, config: type[T], values: Namespace) -> T:
 def _check(config: type[Any], values: Namespace, before: str = "") -> None:
     """Refuse what jsonargparse takes from YAML: null for any type, and anything for a group of options."""
     for name, kind in get_type_hints(config).items():
-        value = values.get(name)
+        if name not in values:  # not an option
+            continue
+        value = values[name]
         if is_dataclass(kind):
             if not isinstance(value, Namespace):
                 raise ValueError(f"{before}{name}: expected a mapping of options, got {value!r}")
@@ -140,12 +183,15 @@ def _check(config: type[Any], values: Namespace, before: str = "") -> None:
             raise ValueError(f"{before}{name}: null; leave it out for the default")
 
 
-def at_least(config: object, **bounds: int) -> None:
-    """Raise ValueError, by name, for a field of a number below its bound; None passes."""
-    for name, bound in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{name}: {value}; needs at least {bound}")
+def _import(module: str) -> None:
+    """Import a user's module, from the working folder too."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"plugin: {module}: cannot be imported ({error})") from error
+    finally:
+        sys.path.pop(0)
 
 
 def run(main: Callable[[], None]) -> NoReturn:

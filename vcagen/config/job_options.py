@@ -1,11 +1,15 @@
-"""Options of the jobs of python -m vcagen, one frozen dataclass a job."""
+"""Options of the jobs beside training and sampling, one frozen dataclass a job.
+
+`positional` names the option that is given without a dash.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from vcagen.config.command_line import at_least
+from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
+
 from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, VaeConfig
 
 
@@ -13,8 +17,10 @@ from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, VaeCo
 class InspectConfig:
     """Say what a run folder or a weights file holds: step, averages, parameters, configuration, classes, VAE.
 
-    python -m vcagen inspect runs/quickstart
+    vcagen inspect runs/quickstart
     """
+
+    positional: ClassVar = "path"
 
     path: str
     """Run folder, weights file of ours, or public DiT or SiT file."""
@@ -26,8 +32,10 @@ class InspectConfig:
 class ExportConfig:
     """Write one weights file of a run, with all that sampling needs in it.
 
-    python -m vcagen export runs/quickstart --out digits.safetensors
+    vcagen export runs/quickstart --out digits.safetensors
     """
+
+    positional: ClassVar = "run_dir"
 
     run_dir: str
     """Run folder."""
@@ -35,17 +43,23 @@ class ExportConfig:
     """New .safetensors file."""
     weights: str = "ema"
     """ema, ema_DECAY or raw."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the checkpoint. Default: the newest."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EncodeConfig(ImageConfig):
     """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing.
 
-    python -m vcagen encode imagenet/train --out latents/imagenet256
+    vcagen encode imagenet/train --out latents/imagenet256
     """
 
+    positional: ClassVar = "images"
+
+    images: str
+    """Image folder with one folder a class (or none), or digits."""
+    out: str = "latents"
+    """Folder of the shards."""
     vae: str | None = None
     """Hub name or local folder of a diffusers AutoencoderKL, or identity. Default: stabilityai/sd-vae-ft-ema; identity
     for the digits."""
@@ -53,57 +67,58 @@ class EncodeConfig(ImageConfig):
     """Precision of the VAE."""
     tiling: bool = False
     """Encode in tiles, for large images in small memory."""
-    slicing: bool = False
-    """Encode one image at a time."""
-    images: str = ""
-    """Image folder with one folder a class (or none), or digits."""
-    out: str = "latents"
-    """Folder of the shards."""
-    batch: int = 32
+    scaling_factor: PositiveFloat | None = None
+    """Factor that brings the latents to unit size. Default: that of the VAE's config.json."""
+    shift_factor: float | None = None
+    """What is taken from the latents before they are scaled. Default: that of the VAE's config.json."""
+    batch: PositiveInt = 32
     """Images the VAE encodes at once; the mirror images are another batch."""
-    shard_size: int = 4096
+    shard_size: PositiveInt = 4096
     """Images a shard."""
     dtype: Literal["float16", "bfloat16"] = "float16"
     """Storage type of the moments."""
-    num_workers: int = 4
-    """Decoding threads."""
+    num_workers: NonNegativeInt = 4
+    """Decoding processes."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
     dry_run: bool = False
     """Print the plan with bytes and time, and stop."""
 
     def vae_config(self) -> VaeConfig:
-        """The section of train.py that these options are."""
-        return VaeConfig(path=self.vae, precision=self.precision, tiling=self.tiling, slicing=self.slicing)
+        """The `vae` section of train.py that these options are."""
+        return VaeConfig(self.vae, self.precision, self.tiling, self.scaling_factor, self.shift_factor)
 
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Parameters and multiply-adds of a table of the paper, or of one network.
+    """Parameters and multiply-adds of one network; `vcagen report TABLE` prints those of a table of the paper.
 
-    python -m vcagen cost configs/table2.yaml
-    python -m vcagen cost --model.size S/2 --model.attention vca
+    vcagen cost --model.size S/2 --model.attention vca
     """
 
-    table: str | None = None
-    """Table file, such as configs/table2.yaml; its rows are printed beside the published numbers."""
     model: ModelConfig = field(default_factory=ModelConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
-    channels: int | None = None
-    """Latent channels. Default: the table's, else 4."""
-    latent_size: int | None = None
-    """Latent height and width. Default: the table's, else 32."""
-    num_classes: int | None = None
-    """Classes. Default: the table's, else 1000."""
+    channels: PositiveInt = 4
+    """Latent channels."""
+    latent_size: PositiveInt = 32
+    """Latent height and width."""
+    num_classes: PositiveInt = 1000
+    """Classes."""
     json: str | None = None
-    """Also write the rows to this file."""
+    """Also write the numbers to this file."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
 
 
 @dataclass(frozen=True)
 class ReportConfig:
     """Report a table, published numbers beside ours, or one run.
 
-    python -m vcagen report configs/table2.yaml --runs runs/table2 --out report
-    python -m vcagen report runs/quickstart
+    vcagen report configs/table2.yaml --runs runs/table2 --out report
+    vcagen report runs/quickstart
     """
+
+    positional: ClassVar = "source"
 
     source: str
     """Table file, such as configs/table2.yaml, or a run folder."""
@@ -111,14 +126,20 @@ class ReportConfig:
     """Folder below which the table's run folders are."""
     out: str | None = None
     """Folder of the files. Default: report/ in the folder of the runs, or the run folder."""
+    score: str | None = None
+    """Score that stands for a run, such as fid_50k. Default: the newest evaluation of each run."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
     """Train, sample and report all runs of a table. The same command again does what is missing.
 
-    python -m vcagen experiment configs/miniature.yaml --runs runs/miniature --jobs 2
+    vcagen experiment configs/miniature.yaml --runs runs/miniature --jobs 2
     """
+
+    positional: ClassVar = "table"
 
     table: str
     """Table file, such as configs/miniature.yaml."""
@@ -126,41 +147,44 @@ class ExperimentConfig:
     """Folder below which the table's run folders are."""
     out: str | None = None
     """Folder of the report. Default: report/ in the folder of the runs."""
-    jobs: int = 1
+    jobs: PositiveInt = 1
     """Runs at a time; from 2 on each has one thread, the fastest way for tiny networks on a CPU."""
-    seeds: int | None = None
+    seeds: PositiveInt | None = None
     """Only so many of the table's seeds. Default: all."""
-    steps: int | None = None
+    steps: PositiveInt | None = None
     """Training steps, for a trial. Default: the table's."""
-    num_images: int | None = None
+    num_images: PositiveInt | None = None
     """Images to sample, for a trial. Default: the table's."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
 
 
 @dataclass(frozen=True)
 class ExtractorConfig:
     """Features of the scores."""
 
-    extractor: Literal["inception", "pixels"] = "inception"
+    extractor: str = "inception"
     """inception (FID) or pixels (weight-free, called fd_pixels)."""
     inception_weights: str | None = None
     """Local file of the Inception weights. Default: torch-fidelity's download."""
-    batch: int = 64
+    batch: PositiveInt = 64
     """Images a forward pass."""
-    image_size: int | None = None
+    image_size: PositiveInt | None = None
     """Crop images of a reference folder to this side, as in training. Default: images must have one size."""
-    num_workers: int = 4
-    """Decoding threads."""
-
-    def __post_init__(self) -> None:
-        at_least(self, batch=1, image_size=1, num_workers=1)
+    num_workers: NonNegativeInt = 4
+    """Decoding processes."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatsConfig(ExtractorConfig):
     """Write the reference statistics of an image folder, an .npz or the built-in digits.
 
-    python -m vcagen stats my/images --image_size 256 --out reference.npz
+    vcagen stats my/images --image_size 256 --out reference.npz
     """
+
+    positional: ClassVar = "images"
 
     images: str
     """Image folder, .npz of images (statistics stored in it are kept), or digits."""
@@ -168,7 +192,6 @@ class StatsConfig(ExtractorConfig):
     """File of the statistics."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.out.endswith(".npz"):
             raise ValueError(f"out: {self.out}; must end in .npz")
 
@@ -177,17 +200,123 @@ class StatsConfig(ExtractorConfig):
 class EvaluateConfig(ExtractorConfig):
     """Score a folder or an .npz of samples against a reference: FID, sFID, IS, precision, recall.
 
-    python -m vcagen evaluate runs/sit/samples/FOLDER --reference VIRTUAL_imagenet256_labeled.npz
+    vcagen evaluate runs/sit/samples/FOLDER --reference VIRTUAL_imagenet256_labeled.npz
     """
+
+    positional: ClassVar = "samples"
 
     samples: str
     """Folder of 8-bit RGB images, output folder of sample.py, or .npz with arr_0; digits for the built-in set."""
     reference: str
     """ADM .npz, image folder, statistics of `vcagen stats`, or digits."""
-    num_images: int | None = None
+    num_images: PositiveInt | None = None
     """Number of samples that must be there. Default: that of manifest.json beside them, or as many as are."""
     precision_recall: bool = True
     """Compute precision and recall, where the reference has images or features."""
     out: str | None = None
     """Result file. Default: results.json beside the images, above a folder called images; results_EXTRACTOR.json
     where that holds scores of another extractor."""
+
+
+@dataclass(frozen=True)
+class AttentionBenchConfig:
+    """Time Visual-Contrast Attention and plain fused attention in turns, forward and with the backward pass."""
+
+    tokens: list[PositiveInt] = field(default_factory=lambda: [256, 1024])
+    """Token counts N, square numbers; the paper's latents of 256 pixels have 256 at patch size 2."""
+    widths: list[PositiveInt] = field(default_factory=lambda: [384])
+    """Widths D in heads of 64: 384 is S, 768 is B."""
+    precisions: list[Literal["float32", "bfloat16"]] = field(default_factory=lambda: ["float32"])
+    """Types of inputs and weights."""
+    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager", "compiled"])
+    """Without and with torch.compile, for both attentions."""
+    parts: list[Literal["attend", "layer"]] = field(default_factory=lambda: ["attend", "layer"])
+    """The attention on given q, k and v, and the layer with its projections."""
+    contrast_side: PositiveInt = 8
+    """Side of the contrast grid."""
+    batch_tokens: PositiveInt = 2048
+    """Tokens of a batch: 8 images of 256, 2 of 1,024, 1 of 2,048 and more."""
+    seconds: PositiveFloat = 3.0
+    """Time of each measurement."""
+    threads: PositiveInt | None = None
+    """CPU threads. Default: as torch finds best."""
+    device: str = "cpu"
+    """Device to measure on: cpu or cuda."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+    plot: str | None = None
+    """PNG file to draw the ratios over the tokens in as well."""
+
+
+@dataclass(frozen=True)
+class TrainBenchConfig:
+    """Time whole training steps (data, forward, backward, optimizer, EMA), bare networks and a peer, in turns."""
+
+    sizes: list[str] = field(default_factory=lambda: ["S/2"])
+    """Networks, on latents (4, 32, 32)."""
+    attentions: list[str] = field(default_factory=lambda: ["mhsa", "vca"])
+    """Attentions; with mhsa among them the others are compared with it."""
+    precisions: list[Literal["float32", "bf16"]] = field(default_factory=lambda: ["float32"])
+    """float32, or autocast to bfloat16."""
+    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager"])
+    """Without and with torch.compile."""
+    process: str = "diffusion"
+    """Process that is learned."""
+    batch: PositiveInt = 8
+    """Images a step."""
+    peer: str | None = None
+    """module.path:callable that makes a network forward(x, t, y), timed in turns, eager in float32, with AdamW."""
+    seconds: PositiveFloat = 60.0
+    """Time of the measurement, over all networks."""
+    threads: PositiveInt | None = None
+    """CPU threads. Default: as torch finds best."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+
+
+@dataclass(frozen=True)
+class SampleBenchConfig:
+    """Time whole sampling sessions against the same network and VAE calls alone, in turns, all of random weights."""
+
+    size: str = "S/2"
+    """Network."""
+    attention: str = "mhsa"
+    """Its attention."""
+    process: str = "diffusion"
+    """Process, sampled by its default sampler."""
+    image_size: PositiveInt = 256
+    """Side of the images in pixels."""
+    vae: str = "random"
+    """random: the size of Stable Diffusion's, downsampling by 8; or a hub name or local folder."""
+    num_images: PositiveInt = 8
+    """Images of a session."""
+    batch: PositiveInt = 4
+    """Images a network call."""
+    num_steps: PositiveInt = 10
+    """Steps of the sampler; the recipe's 250 make the share of all but the noise 25 times smaller."""
+    repeats: PositiveInt = 3
+    """Pairs of sessions; the fastest of each kind count."""
+    json: str | None = None
+    """File to write the numbers to as well."""
+
+
+@dataclass(frozen=True)
+class VaeBenchConfig:
+    """Time what stands between images and a training step: decoding and encoding of the VAE, reading of shards."""
+
+    batch: PositiveInt = 1
+    """Images of 256 pixels that a VAE of the size of Stable Diffusion's, of random weights, takes at once."""
+    repeats: PositiveInt = 2
+    """Measurements of each; the fastest counts."""
+    items: PositiveInt = 20_000
+    """Latents of a synthetic set of shards, 32 KiB each with their mirror images."""
+    read_batch: PositiveInt = 256
+    """Latents of a batch that is read."""
+    num_workers: NonNegativeInt = 2
+    """Loader processes of the second reading; 0 leaves it out."""
+    seconds: PositiveFloat = 5.0
+    """Time of each measurement of reading."""
+    device: str = "cpu"
+    """Device of the VAE."""
+    json: str | None = None
+    """File to write the numbers to as well."""

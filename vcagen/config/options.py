@@ -7,28 +7,55 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    restricted_number_type,
+)
+
+Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="int restricted to be 0..2^63 - 1")
+Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)], docstring="float restricted to be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class VcaOptions:
+    """Options of Visual-Contrast Attention; those of Tables 3 and 4 replace a stage or the making of the tokens."""
+
+    contrast_grid: tuple[PositiveInt, PositiveInt] = (8, 8)
+    """Rows and columns of the contrast tokens."""
+    stage1: Literal["contrast", "differential", "vanilla"] = "contrast"
+    """Stage I, global contrast."""
+    stage2: Literal["contrast", "differential", "vanilla"] = "contrast"
+    """Stage II, patch-wise attention."""
+    positive_tokens: Literal["pool", "emb", "pool+emb"] = "pool+emb"
+    """What the positive stream is made of: pooled queries, learned embeddings, or their sum."""
+    negative_tokens: Literal["pool", "emb", "pool+emb"] = "pool+emb"
+    """What the negative stream is made of."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The network."""
 
     size: str = "S/2"
-    """Size and patch size: S, B, L or XL, a slash, 2, 4 or 8."""
+    """Size and patch size: S, B, L or XL, a slash, and the side of a patch, such as 2, 4 or 8."""
     attention: str = "mhsa"
     """Attention of every block: mhsa (plain) or vca (Visual-Contrast Attention)."""
-    attention_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the attention, such as contrast_grid, stage1, stage2, positive_tokens, negative_tokens."""
-    hidden_size: int | None = None
+    attention_options: VcaOptions = field(default_factory=VcaOptions)
+    """Options of the attention, where it has them."""
+    hidden_size: PositiveInt | None = None
     """Width, where it differs from the named size."""
-    depth: int | None = None
+    depth: PositiveInt | None = None
     """Number of blocks, where it differs from the named size."""
-    num_heads: int | None = None
+    num_heads: PositiveInt | None = None
     """Number of attention heads, where it differs from the named size."""
-    patch_size: int | None = None
-    """Patch size, where it differs from the named size."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: PositiveFloat = 4.0
     """Hidden width of the MLP over the width of the network."""
-    class_dropout_prob: float = 0.1
+    class_dropout_prob: ClosedUnitInterval = 0.1
     """Probability that a label is dropped in training, for guidance; 0 makes a network without a null label."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, about a third more time."""
@@ -38,15 +65,15 @@ class ModelConfig:
 class ProcessConfig:
     """The process that is learned."""
 
-    name: Literal["diffusion", "flow"] = "diffusion"
+    name: str = "diffusion"
     """diffusion (DiT: DDPM with learned variance) or flow (SiT: linear interpolant, velocity)."""
-    num_timesteps: int = 1000
+    num_timesteps: PositiveInt = 1000
     """Steps of the diffusion schedule; flow has none."""
 
 
 @dataclass(frozen=True)
 class VaeConfig:
-    """Pixels to latents and back."""
+    """Images to latents and back."""
 
     path: str | None = None
     """Hub name or local folder of a diffusers AutoencoderKL, or identity for pixel-space training. Default: the VAE of
@@ -55,15 +82,17 @@ class VaeConfig:
     """Precision of the VAE."""
     tiling: bool = False
     """Encode and decode in tiles, for large images in small memory."""
-    slicing: bool = False
-    """Encode and decode one image at a time, for small memory."""
+    scaling_factor: PositiveFloat | None = None
+    """Factor that brings the latents to unit size. Default: that of the VAE's config.json."""
+    shift_factor: float | None = None
+    """What is taken from the latents before they are scaled. Default: that of the VAE's config.json."""
 
 
 @dataclass(frozen=True)
 class ImageConfig:
     """How an image folder is read."""
 
-    image_size: int | None = None
+    image_size: PositiveInt | None = None
     """Side of the centre crop in pixels. Default: that of the shards; without shards 256, and 8 for the digits."""
     on_bad_image: Literal["error", "skip"] = "error"
     """Unreadable files: list them all and stop, or leave them out and list them in the output."""
@@ -83,7 +112,7 @@ class DataConfig:
     """How the image folder is read (from_images)."""
     horizontal_flip: bool = True
     """Use the mirror image half of the time."""
-    num_workers: int = 4
+    num_workers: NonNegativeInt = 4
     """Loader processes a training process."""
 
 
@@ -91,19 +120,19 @@ class DataConfig:
 class TrainConfig:
     """The optimisation."""
 
-    steps: int = 400_000
+    steps: PositiveInt = 400_000
     """Optimizer steps of the whole run."""
-    batch_size: int = 256
+    batch_size: PositiveInt = 256
     """Images a step over all processes."""
-    micro_batch_size: int | None = None
+    micro_batch_size: PositiveInt | None = None
     """Images a forward pass of one process; the rest is accumulated. Default: no accumulation."""
-    learning_rate: float = 1e-4
+    learning_rate: NonNegativeFloat = 1e-4
     """Constant learning rate of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW."""
-    max_grad_norm: float | None = None
+    max_grad_norm: PositiveFloat | None = None
     """Clip the gradient to this norm. Default: no clipping."""
-    ema_decays: list[float] = field(default_factory=lambda: [0.9999])
+    ema_decays: list[Decay] = field(default_factory=lambda: [0.9999])  # type: ignore[valid-type]
     """Decays of the averaged weights; the first is the one sampled from."""
     ema_warmup: bool = False
     """Let the decay of step k be at most (1 + k) / (10 + k)."""
@@ -114,19 +143,17 @@ class TrainConfig:
     tf32: bool = False
     """Allow TF32 matrix products on GPUs."""
     deterministic: bool = False
-    """Use deterministic kernels only: bit-exact resume on GPUs, slower."""
+    """Use deterministic kernels only: bit-exact resume on GPUs or several processes, slower."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """What is written while training, and when. May change when a run goes on."""
 
-    log_every: int = 100
+    log_every: PositiveInt = 100
     """Steps between lines of metrics.jsonl."""
-    preview_every: int = 10_000
-    """Steps between preview grids; 0 for none."""
-    preview_images: int = 16
-    """Images of a preview grid."""
+    preview_every: NonNegativeInt = 10_000
+    """Steps between preview grids of up to 64 images; 0 for none."""
     trackers: list[str] = field(default_factory=list)
     """Trackers of accelerate: tensorboard, wandb, trackio."""
 
@@ -135,74 +162,69 @@ class LogConfig:
 class CheckpointConfig:
     """When a run is saved. May change when a run goes on."""
 
-    save_every: int = 5_000
+    save_every: PositiveInt = 5_000
     """Steps between checkpoints."""
-    keep_last: int = 2
+    keep_last: PositiveInt = 2
     """Newest checkpoints to keep."""
-    keep_every: int = 50_000
+    keep_every: NonNegativeInt = 50_000
     """Keep every checkpoint whose step is a multiple of this; 0 for none."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How images are made and scored. Options left out: the run's `sampling` section, then the recipe."""
+    """How images are made and scored. A run's own `sampling` section takes the place of these defaults."""
 
     sampler: str | None = None
-    """Sampler: ddpm or ddim for diffusion, sde or ode for flow. Recipe: the first."""
-    num_steps: int | None = None
-    """Steps of the sampler, none for adaptive ODE methods. Recipe: 250."""
-    method: str | None = None
-    """ODE method, by torchdiffeq's name. Recipe: dopri5."""
-    atol: float | None = None
-    """Absolute tolerance of adaptive methods. Recipe: 1e-6."""
-    rtol: float | None = None
-    """Relative tolerance of adaptive methods. Recipe: 1e-3."""
-    eta: float | None = None
-    """Noise of DDIM, 0 to 1. Recipe: 0."""
-    diffusion_form: str | None = None
-    """Diffusion coefficient of the SDE. Recipe: sigma."""
-    last_step: str | None = None
-    """Last step of the SDE: Mean, Tweedie, Euler or none. Recipe: Mean."""
-    last_step_size: float | None = None
-    """Size of the SDE's last step. Recipe: 0.04."""
-    cfg_scale: float | None = None
-    """Guidance: uncond + scale * (cond - uncond); 1 is off. Recipe: 1."""
+    """Sampler: ddpm or ddim for diffusion, sde or ode for flow. Default: the first of the process."""
+    num_steps: PositiveInt = 250
+    """Steps of the sampler; adaptive ODE methods choose their own."""
+    method: str = "dopri5"
+    """ODE method: euler, midpoint, heun2 or rk4 take num_steps, dopri5 takes the tolerances."""
+    atol: PositiveFloat = 1e-6
+    """Absolute tolerance of adaptive methods."""
+    rtol: PositiveFloat = 1e-3
+    """Relative tolerance of adaptive methods."""
+    eta: ClosedUnitInterval = 0.0
+    """Noise of DDIM, 0 to 1."""
+    diffusion_form: str = "sigma"
+    """Diffusion coefficient of the SDE."""
+    last_step: str = "Mean"
+    """Last step of the SDE: Mean, Tweedie, Euler or none."""
+    last_step_size: OpenUnitInterval = 0.04
+    """Size of the SDE's last step."""
+    cfg_scale: float = 1.0
+    """Guidance: uncond + scale * (cond - uncond); 1 is off."""
     cfg_interval: tuple[float, float] | None = None
-    """Guide only where low <= t <= high, in the process's own time. Recipe: everywhere."""
-    guided_channels: int | None = None
-    """Guide only the first channels (3 repeats published DiT numbers). Recipe: all."""
-    num_images: int | None = None
-    """Images to make. Recipe: 50000."""
-    labels: str | None = None
-    """random, balanced, or labels or class names separated by commas, used in turn. Recipe: random."""
+    """Guide only where low <= t <= high, in the process's own time. Default: everywhere."""
+    guided_channels: PositiveInt | None = None
+    """Guide only the first channels (3 repeats published DiT numbers). Default: all."""
+    num_images: PositiveInt = 50_000
+    """Images to make."""
+    labels: str = "random"
+    """random, balanced, or labels or class names separated by commas, used in turn."""
     reference: str | None = None
-    """Reference of the scores: ADM .npz, image folder, statistics of `vcagen stats`, or digits. Recipe: no scores."""
-    extractor: Literal["inception", "pixels"] | None = None
-    """Features of the scores. Recipe: inception."""
-
-
-GENERAL_SAMPLING = ("cfg_scale", "cfg_interval", "guided_channels", "num_images", "labels", "reference", "extractor")
-SAMPLER_OPTIONS = tuple(
-    field.name for field in fields(SamplingConfig) if field.name not in ("sampler", *GENERAL_SAMPLING)
-)
-"""Fields of SamplingConfig that some samplers have and others have not."""
+    """Reference of the scores: ADM .npz, image folder, statistics of `vcagen stats`, or digits. Default: no scores."""
+    extractor: str = "inception"
+    """Features of the scores: inception or pixels."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Train a DiT or SiT. The same command again goes on where the run stopped.
+    """Train a DiT or SiT. Resume with the same command.
 
     accelerate launch train.py --config configs/sit.yaml --run_dir runs/x --model.size S/2 --model.attention vca
     """
 
     run_dir: str
-    """Run folder: config, metrics, checkpoints, weights, previews, samples."""
-    seed: int = 0
+    """Run folder: config, metrics, checkpoints, previews, samples."""
+    seed: Seed = 0  # type: ignore[valid-type]  # made at run time
     """Seed of the initial weights and of every step."""
     init: str | None = None
     """Weights to start from: a run, a file of ours, or a public DiT or SiT file."""
     dry_run: bool = False
     """Build everything, print cost, memory and plan, and stop."""
+    plugin: str | None = None
+    """Module to import first, or several with commas: what they add to the registries can then be named."""
     model: ModelConfig = field(default_factory=ModelConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
     vae: VaeConfig = field(default_factory=VaeConfig)
@@ -224,48 +246,52 @@ class SampleConfig(SamplingConfig):
     """Run folder whose newest averaged weights are sampled."""
     checkpoint: str | None = None
     """Weights file instead of a run: ours, or a public DiT or SiT file."""
-    process: Literal["diffusion", "flow"] | None = None
-    """What a public file was trained for, where neither its name (DiT, SiT) nor its arguments tell."""
+    process: str | None = None
+    """diffusion or flow, where neither the name (DiT, SiT) nor the arguments of a public file tell."""
     weights: str | None = None
     """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
-    step: int | None = None
+    step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Default: the newest."""
     out: str | None = None
     """Output folder. Default: samples/ in the run, named by step, sampler and guidance."""
-    seed: int = 0
+    seed: Seed = 0  # type: ignore[valid-type]  # made at run time
     """Seed: image i depends on (seed, i) alone."""
-    batch: int = 64
+    batch: PositiveInt = 64
     """Images a network call of one process."""
-    decode_batch: int | None = None
+    decode_batch: PositiveInt | None = None
     """Images the VAE decodes at once. Default: batch."""
     precision: Literal["no", "bf16"] = "no"
     """Autocast of the network; the VAE stays in its own precision."""
     compile: bool = False
     """Run the network through torch.compile."""
-    png: bool = True
-    """Write images/000000.png, ..."""
     npz: bool = False
-    """Write samples.npz as the ADM evaluator reads it."""
+    """Write samples.npz as the ADM evaluator reads it, beside the PNG files."""
     vae: str | None = None
     """VAE to decode with, where it is not where the weights say."""
     inception_weights: str | None = None
     """Local file of the Inception weights. Default: torch-fidelity's download."""
     dry_run: bool = False
     """Print the plan and stop."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
+    given: frozenset[str] = frozenset()
+    """Names of the options that were given; the parser fills it in."""
 
 
-def plain(config: Config) -> dict[str, Any]:
+SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingConfig))
+
+
+def to_plain(config: Config) -> dict[str, Any]:
     """A configuration as nested dicts, lists and scalars: what YAML and JSON give back."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     return values
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; attention_options is one value."""
+def flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
     result: dict[str, Any] = {}
     for key, value in values.items():
-        nested = isinstance(value, Mapping) and key != "attention_options"
-        result |= flat(value, f"{before}{key}.") if nested else {before + key: value}
+        result |= flatten(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value}
     return result
 
 
@@ -275,6 +301,7 @@ MUTABLE = (
     "sampling",
     "vae",
     "dry_run",
+    "plugin",
     "data.path",
     "data.num_workers",
     "model.gradient_checkpointing",

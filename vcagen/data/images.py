@@ -1,4 +1,4 @@
-"""Images as the project sees them: folders, colour modes, the ADM centre crop, the built-in digits, one rounding rule.
+"""Images as the project sees them: colour modes, the ADM centre crop, one rounding rule, folders, built-in sets.
 
 Encoding, training from images and reference statistics all read pixels here, so they see the same ones.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from tqdm import tqdm
+from torch.utils.data import DataLoader, Dataset
 
 from vcagen.config.options import ImageConfig
+from vcagen.system.files import few
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -92,13 +93,6 @@ class ImageFolder:
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
 
-    def without(self, paths: Iterable[str]) -> ImageFolder:
-        """The folder without these relative paths; classes keep their labels."""
-        drop = set(paths)
-        keep = [i for i, path in enumerate(self.paths) if path not in drop]
-        kept = tuple(self.paths[i] for i in keep), tuple(self.labels[i] for i in keep)
-        return ImageFolder(self.root, *kept, self.class_names)
-
 
 def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> ImageFolder:
     """List the images of a folder whose sub-folders are the classes, sorted by name; without sub-folders: one class.
@@ -133,7 +127,7 @@ def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> Ima
         raise ValueError(f"{folder}: no images in its {len(class_names)} folders")
     if empty and not allow_empty_classes:
         raise ValueError(
-            f"{folder}: {_some(empty)}: class folder without images; remove it, or keep its label with "
+            f"{folder}: {few(empty, 20)}: class folder without images; remove it, or keep its label with "
             "allow_empty_classes"
         )
     return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names))
@@ -154,98 +148,129 @@ def _list(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(folders), sorted(files)
 
 
-def _some(names: Sequence[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def find_bad_images(
-    folder: str | Path, paths: Sequence[str], workers: int, *, progress: bool = False
-) -> list[tuple[str, str]]:
-    """Decode every file in `workers` threads; return (path, reason) of those that `read_image` refuses, in order."""
-
-    def reason(path: str) -> str | None:
-        try:
-            read_image(Path(folder) / path)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        bar = tqdm(total=len(paths), desc="checking files", unit="img", disable=not progress)
-        found: list[tuple[str, str]] = []
-        # in portions: the pool takes all its tasks at once, millions of them for a large set
-        for start in range(0, len(paths), 4096):
-            part = paths[start : start + 4096]
-            for path, why in zip(part, pool.map(reason, part), strict=True):
-                if why is not None:
-                    found.append((path, why))
-                bar.update()
-        bar.close()
-    return found
-
-
-def without_bad(folder: ImageFolder, bad: Sequence[tuple[str, str]], config: ImageConfig) -> ImageFolder:
-    """The folder without the files that `find_bad_images` found, if `config.on_bad_image` lets them be skipped.
-
-    Raises:
-        ValueError: they may not be skipped, after they were all listed on stderr; or a class has no images left.
-    """
-    if not bad:
-        return folder
-    names = _some([path for path, _ in bad])
-    if config.on_bad_image == "error":
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\n".join(f"  {reason}" for _, reason in bad), file=sys.stderr, flush=True)
-        raise ValueError(f"{folder.root}: {len(bad)} unreadable images: {names}; repair them, or on_bad_image=skip")
-    kept = folder.without(path for path, _ in bad)
-    lost = sorted({folder.class_names[label] for label in set(folder.labels) - set(kept.labels)})
-    if not kept.paths or (lost and not config.allow_empty_classes):
-        raise ValueError(f"{folder.root}: no readable image in {_some(lost)}; unreadable: {names}")
-    return kept
-
-
-def load_digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's handwritten digits: uint8 (1797, 1, 8, 8) and labels int64 (1797,).
-
-    Raises:
-        ValueError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise ValueError('digits: scikit-learn is missing; pip install "vcagen[quickstart]"') from error
-    digits = datasets.load_digits()
-    values = torch.from_numpy(digits.images).float()[:, None]  # 0..16
-    return to_uint8(values / 8 - 1), torch.from_numpy(digits.target).long()
-
-
 @dataclass(frozen=True)
-class Pixels:
-    """Cropped images by index, read when asked for."""
+class ImageSet(Dataset[Tensor]):
+    """Images of one size with their labels: `images[i]` is uint8 (channels, image_size, image_size).
 
-    names: tuple[str, ...]
-    """Relative paths, or digits/0000 and so on."""
-    labels: tuple[int, ...]
-    class_names: tuple[str, ...]
+    Raises ValueError for a file that cannot be read.
+    """
+
+    names: Sequence[str]
+    """One name an image, such as its path below the image folder."""
+    labels: Sequence[int]
+    class_names: Sequence[str]
     channels: int
     image_size: int
     read: Callable[[int], Tensor]
-    """Index to uint8 (channels, image_size, image_size); ValueError for a file that cannot be read."""
+    """Index to pixels; loader processes call it too."""
+    crop: str = "none"
+    """How an image was brought to its size: adm-center or none."""
+    in_memory: bool = False
+    """Whether reading costs nothing, so that loader processes would not help."""
 
     def __len__(self) -> int:
         return len(self.names)
 
-
-def folder_pixels(folder: ImageFolder, image_size: int) -> Pixels:
-    """The images of a folder, centre-cropped."""
-    return Pixels(
-        folder.paths, folder.labels, folder.class_names, 3, image_size,
-        lambda index: read_pixels(folder.root / folder.paths[index], image_size),
-    )  # fmt: skip
+    def __getitem__(self, index: int) -> Tensor:
+        return self.read(index)
 
 
-def digits_pixels() -> Pixels:
-    """The built-in digits. Raises ValueError as `load_digits`."""
-    images, labels = load_digits()
-    names = tuple(f"digits/{i:04d}" for i in range(len(images)))
-    return Pixels(names, tuple(labels.tolist()), tuple("0123456789"), 1, images.shape[-1], lambda index: images[index])
+def digits(argument: str = "") -> ImageSet:
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, one channel.
+
+    Raises:
+        ValueError: scikit-learn is not installed, or something follows the name.
+    """
+    if argument:
+        raise ValueError(f"digits:{argument}; the digits are one set, nothing follows their name")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ValueError('digits: scikit-learn is missing; pip install "vcagen[quickstart]"') from error
+    data = load_digits()
+    pixels = to_uint8(torch.from_numpy(data.images)[:, None].float() / 8 - 1)  # stored as 0..16
+    names = [f"digits/{i:04d}" for i in range(len(pixels))]
+    return ImageSet(names, data.target.tolist(), list("0123456789"), 1, 8, pixels.__getitem__, in_memory=True)
+
+
+DATASETS: dict[str, Callable[[str], ImageSet]] = {"digits": digits}
+"""Sets that a word stands for, `NAME` or `NAME:FOLDER`: name -> constructor, which gets the folder or "".
+
+They are trained in pixel space.
+"""
+
+
+def is_dataset(path: str) -> bool:
+    """Whether `path` names a set of DATASETS."""
+    return path.partition(":")[0] in DATASETS
+
+
+def open_dataset_images(path: str) -> ImageSet:
+    """The set of DATASETS that `path` names."""
+    name, _, argument = path.partition(":")
+    return DATASETS[name](argument)
+
+
+def open_images(path: str, config: ImageConfig) -> ImageSet:
+    """The images of a folder, centre-cropped, or a set of DATASETS.
+
+    Raises:
+        ValueError: as `scan_images`, or another image size than a set of DATASETS has.
+    """
+    if is_dataset(path):
+        images = open_dataset_images(path)
+        if config.image_size not in (None, images.image_size):
+            raise ValueError(f"image_size: {config.image_size}; {path} has {images.image_size}")
+        return images
+    folder = scan_images(path, allow_empty_classes=config.allow_empty_classes)
+    size = config.image_size or 256
+    read = partial(_read_nth, folder, size)
+    return ImageSet(folder.paths, folder.labels, folder.class_names, 3, size, read, crop="adm-center")
+
+
+def _read_nth(folder: ImageFolder, size: int, index: int) -> Tensor:
+    return read_pixels(folder.root / folder.paths[index], size)
+
+
+Batch = tuple[Tensor, dict[int, str]]
+"""The images of a batch that can be read, uint8 (n, C, H, W), and index -> reason of the others."""
+
+
+def read_batches(images: ImageSet, batches: Iterable[Sequence[int]], num_workers: int) -> Iterator[Batch]:
+    """The images of each batch of indices; `num_workers` processes read ahead."""
+    loader: DataLoader[Batch] = DataLoader(
+        _Batches(images),
+        sampler=batches,
+        batch_size=None,  # an item is a batch already
+        num_workers=0 if images.in_memory else num_workers,
+    )
+    return iter(loader)
+
+
+@dataclass(frozen=True)
+class _Batches(Dataset[Batch]):
+    images: ImageSet
+
+    def __getitem__(self, indices: Sequence[int]) -> Batch:
+        good, bad = [], {}
+        for index in indices:
+            try:
+                good.append(self.images[index])
+            except ValueError as error:
+                bad[index] = str(error)
+        side = self.images.image_size
+        return torch.stack(good) if good else torch.empty(0, self.images.channels, side, side, dtype=torch.uint8), bad
+
+
+def refuse_bad(images: ImageSet, bad: Mapping[int, str], where: str | Path) -> None:
+    """Raise ValueError if there are bad images, by index with reasons, after all are listed on stderr."""
+    if bad:
+        print("\n".join(f"  {reason}" for reason in bad.values()), file=sys.stderr, flush=True)
+        names = few([images.names[index] for index in bad], 20)
+        raise ValueError(f"{where}: {len(bad)} unreadable images: {names}; repair them, or on_bad_image=skip")
+
+
+def refuse_lost_classes(images: ImageSet, kept: Iterable[int], where: str | Path) -> None:
+    """Raise ValueError if a class has images, but none among those that are `kept`."""
+    if lost := sorted(set(images.labels) - {images.labels[index] for index in kept}):
+        raise ValueError(f"{where}: no readable image in {few([images.class_names[label] for label in lost], 20)}")

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vcagen.data.images import from_uint8, to_uint8
+from vcagen.processes.process import refuse_non_finite
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-_CONFIG_DEFAULTS = {"in_channels": 3, "latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": None}
-
-
-class NonFiniteError(ValueError):
-    """Latents or images with NaN or infinity; `rows` are their positions in the batch."""
-
-    def __init__(self, what: str, rows: list[int]) -> None:
-        super().__init__(f"{what} of batch row {', '.join(map(str, rows))}: not finite")
-        self.rows = rows
-
-
-def _refuse_non_finite(x: Tensor, what: str) -> None:
-    finite = x.flatten(1).isfinite().all(1)
-    if not bool(finite.all()):
-        raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())
 
 
 @contextmanager
@@ -57,12 +41,14 @@ class LatentVAE:
     Args:
         path: hub name or local folder of a diffusers AutoencoderKL, or "identity": latents are the pixels.
         precision: of the VAE; moments, latents and images are float32 outside it.
-        tiling: encode and decode in tiles. slicing: one image at a time. Both save memory.
+        tiling: encode and decode in tiles, which saves memory.
+        scaling_factor, shift_factor: take the place of those of the config or description.
         channels: image channels of the identity.
         description: `description()` of the one that is to be rebuilt; the VAE must then have the same weights.
 
     Raises:
-        ValueError: the VAE cannot be had, is not an AutoencoderKL for RGB images, or has other weights.
+        ValueError: the VAE cannot be had, is not an AutoencoderKL for RGB images, or has other weights; or a factor for
+            the identity.
     """
 
     def __init__(
@@ -71,21 +57,24 @@ class LatentVAE:
         *,
         precision: Literal["float32", "bfloat16"] = "float32",
         tiling: bool = False,
-        slicing: bool = False,
+        scaling_factor: float | None = None,
+        shift_factor: float | None = None,
         device: str | torch.device = "cpu",
         channels: int = 3,
         description: dict[str, Any] | None = None,
     ) -> None:
+        if path == "identity" and (scaling_factor, shift_factor) != (None, None):
+            raise ValueError("vae.scaling_factor, vae.shift_factor: identity does not scale")
         self.path = path
         self.device = torch.device(device)
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self._tiling, self._slicing = tiling, slicing
+        self._tiling = tiling
         self._model: Any = None
         if description is None:
             description = _identity(channels) if path == "identity" else _from_config(path)
         self._sha256: str | None = description["sha256"]
-        self.scaling_factor = float(description["scaling_factor"])
-        self.shift_factor = float(description["shift_factor"])
+        self.scaling_factor = float(description["scaling_factor"] if scaling_factor is None else scaling_factor)
+        self.shift_factor = float(description["shift_factor"] if shift_factor is None else shift_factor)
         self.channels = int(description["channels"])
         self.downsample = int(description["downsample"])
 
@@ -134,8 +123,10 @@ class LatentVAE:
     def sample(self, moments: Tensor, noise: Tensor) -> Tensor:
         """Moments (N, 2C, h, w) and standard normal noise (N, C, h, w) to latents (N, C, h, w), float32.
 
-        The identity returns its moments.
+        uint8 images (N, 3, H, W) are encoded first. The identity returns its moments.
         """
+        if moments.dtype == torch.uint8:
+            moments = self.encode_uint8(moments)
         assert moments.shape[1] == self.moment_channels, f"{self.moment_channels} channels, got {tuple(moments.shape)}"
         if self.is_identity:
             return moments.float()
@@ -150,7 +141,7 @@ class LatentVAE:
             NonFiniteError: NaN or infinity in latents or in decoded images; a ValueError that has the `rows`.
         """
         assert latents.shape[1] == self.channels, f"{self.channels} channels, got {tuple(latents.shape)}"
-        _refuse_non_finite(latents, "latent")
+        refuse_non_finite(latents, "latent")
         if self.is_identity:
             return to_uint8(latents)
         model = self._load()
@@ -160,7 +151,7 @@ class LatentVAE:
             with _exact(self.device):
                 parts.append(model.decode(unscaled.to(self._dtype)).sample.float())
         images = torch.cat(parts)
-        _refuse_non_finite(images, "decoded image")
+        refuse_non_finite(images, "decoded image")
         return to_uint8(images)
 
     def encode_uint8(self, pixels: Tensor) -> Tensor:
@@ -184,8 +175,6 @@ class LatentVAE:
             self._sha256 = found
             if self._tiling:
                 model.enable_tiling()
-            if self._slicing:
-                model.enable_slicing()
             if self._dtype == torch.bfloat16:
                 model = model.bfloat16()
             self._model = model.to(self.device).eval()
@@ -205,29 +194,27 @@ def _unavailable(path: str, error: Exception) -> ValueError:
 
 
 def _from_config(path: str) -> dict[str, Any]:
-    """The facts in a VAE's config.json, with AutoencoderKL's own defaults."""
-    try:
-        if Path(path).is_dir():
-            text = (Path(path) / "config.json").read_text()
-        else:
-            from huggingface_hub import hf_hub_download
+    """What a VAE's config.json tells; AutoencoderKL itself fills in what it leaves out and refuses what is wrong."""
+    from diffusers import AutoencoderKL
 
-            text = Path(hf_hub_download(path, "config.json")).read_text()
-        config = {**_CONFIG_DEFAULTS, **json.loads(text)}
+    try:
+        values = AutoencoderKL.load_config(path)
     except Exception as error:  # no such folder, no network, no such repository: each library has its own class
         raise _unavailable(path, error) from error
-    kind = config.get("_class_name", "AutoencoderKL")
-    if kind != "AutoencoderKL" or config["in_channels"] != 3:
-        raise ValueError(f"{path}: a {kind} of {config['in_channels']} channels; expected an AutoencoderKL of 3")
+    kind, channels = values.get("_class_name", "AutoencoderKL"), values.get("in_channels", 3)
+    if kind != "AutoencoderKL" or channels != 3:
+        raise ValueError(f"{path}: a {kind} of {channels} channels; expected an AutoencoderKL of 3")
     try:
+        with torch.device("meta"):
+            config = AutoencoderKL.from_config(values).config
         return {
             "sha256": None,
-            "scaling_factor": float(config["scaling_factor"]),
-            "shift_factor": float(config["shift_factor"] or 0.0),
-            "channels": int(config["latent_channels"]),
-            "downsample": 2 ** (len(config.get("block_out_channels", (64,))) - 1),
+            "scaling_factor": float(config.scaling_factor),
+            "shift_factor": float(config.shift_factor or 0.0),
+            "channels": int(config.latent_channels),
+            "downsample": 2 ** (len(config.block_out_channels) - 1),
         }
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever building it from nonsense raises
         raise ValueError(f"{path}: config.json is not that of an AutoencoderKL ({error})") from error
 
 

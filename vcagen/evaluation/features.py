@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.error
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from filelock import FileLock
@@ -19,36 +20,68 @@ from vcagen.system.files import sha256
 WEIGHTS_PREFIX = "6726825d"
 """First digits of the SHA-256 of the converted Inception 2015-12-05 weights that everybody uses."""
 
+Shape = tuple[int, int, int]
+"""Channels, height, width of an image."""
+
+
+class MissingWeights(ValueError):
+    """The weights of an extractor are not on this machine and cannot be downloaded."""
+
 
 class Features(NamedTuple):
     """Features of N images."""
 
     pool: Tensor
     """(N, D) float32: Frechet distance, inception score, precision and recall."""
-    spatial: Tensor | None
+    spatial: Tensor | None = None
     """(N, S) float32 of sFID, where the extractor has them."""
 
 
-class Extractor(Protocol):
-    """What the scores need of a feature extractor. Calling it with uint8 images (N, C, H, W) gives their features."""
+class Extractor(ABC):
+    """Features of images, and what is special to the scores that are made of them.
+
+    A new kind is one subclass and its line in EXTRACTORS.
+    """
 
     name: str
+    score_name: str
+    """Name of the Frechet distance, without the number of images."""
+    identity: str
+    """Text that is equal for two extractors exactly when their features can be compared."""
     device: torch.device
+    precision_recall: ClassVar[Mapping[str, bool]]
+    """Endings of the names of precision and recall; True computes them from float16 distances, as ADM does."""
 
     @property
-    def identity(self) -> str:
-        """Text that is equal for two extractors exactly when their features can be compared."""
+    def protocol(self) -> str:
+        """Name of the rules by which the scores are computed."""
+        return self.name
 
-    def check_shape(self, shape: tuple[int, int, int], path: str) -> None:
-        """Raise ValueError when images of the shape (C, H, W), which come from `path`, are not for this extractor."""
+    @abstractmethod
+    def __call__(self, images: Tensor) -> Features:
+        """Features of uint8 images (N, C, H, W) on any device."""
 
-    def __call__(self, images: Tensor) -> Features: ...
+    def check_shape(self, shape: Shape, path: str) -> None:  # noqa: B027, any shape will do
+        """Raise ValueError where images of this shape, which come from `path`, are not for this extractor."""
+
+    def sizes(self, shape: Shape | None) -> tuple[int, int | None] | None:
+        """Numbers of pool features D and spatial features S of images of this shape; None where that is not known."""
+        if shape is None:
+            return None
+        pool, spatial = self(torch.zeros(1, *shape, dtype=torch.uint8))
+        return pool.shape[1], None if spatial is None else spatial.shape[1]
 
     def logits(self, pool: Tensor) -> Tensor | None:
         """(N, D) -> (N, classes) float64 logits of the inception score, or None."""
+        return None
 
     def record(self) -> dict[str, Any]:
         """What the result file says about the weights."""
+        return {"name": "none"}
+
+    def warnings(self, count: int, *, adm_reference: bool) -> list[str]:
+        """What makes scores of `count` images by this extractor less than comparable."""
+        return []
 
 
 @contextmanager
@@ -67,7 +100,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class InceptionFeatures:
+class InceptionFeatures(Extractor):
     """Pool (2048) and spatial (2023) features of the network and resize of the ADM evaluator.
 
     The spatial features are the first 7 channels of the ReLU output of Mixed_6d's 1x1 branch, flattened in the order
@@ -75,17 +108,22 @@ class InceptionFeatures:
     """
 
     name = "inception"
+    score_name = "fid"
+    precision_recall: ClassVar[Mapping[str, bool]] = {"fp32": False, "adm_fp16": True}
 
-    def __init__(self, weights: str | Path, device: torch.device | str = "cpu") -> None:
-        """Read the weights file.
+    def __init__(self, weights: str | Path | None = None, device: torch.device | str | None = None) -> None:
+        """Read the weights from a local file; download them where none is given.
 
         Raises:
-            ValueError: the file is not a plain state dict of this network.
+            ValueError: no such file, or it is not a plain state dict of this network.
+            MissingWeights: none was given, and the download fails.
         """
         from torch_fidelity.utils import create_feature_extractor
 
-        self.path = Path(weights)
-        self.device = torch.device(device)
+        if weights is not None and not Path(weights).is_file():
+            raise ValueError(f"inception_weights: {weights}: no such file")
+        self.path = Path(weights or _downloaded_weights())
+        self.device = _device(device)
         try:
             # torch-fidelity opens the file unrestricted, so first see that it holds nothing but tensors.
             torch.load(self.path, map_location="cpu", weights_only=True)
@@ -100,6 +138,7 @@ class InceptionFeatures:
             reason = str(error).strip().split("\n")[0][:120]
             raise ValueError(f"{self.path}: not the Inception weights ({type(error).__name__}: {reason})") from error
         self.sha256 = sha256(self.path)
+        self.identity = json.dumps({"extractor": "inception-v3-compat", "weights_sha256": self.sha256})
         self.network.to(self.device)
         self._class_weights: Tensor = self.network.fc.weight.double().T  # (2048, 1008)
         self._spatial: Tensor | None = None
@@ -115,12 +154,15 @@ class InceptionFeatures:
         return self.sha256.startswith(WEIGHTS_PREFIX)
 
     @property
-    def identity(self) -> str:
-        return json.dumps({"extractor": "inception-v3-compat", "weights_sha256": self.sha256})
+    def protocol(self) -> str:
+        return f"adm-2021/{self.record()['name']}"
 
-    def check_shape(self, shape: tuple[int, int, int], path: str) -> None:
+    def check_shape(self, shape: Shape, path: str) -> None:
         if shape[0] != 3:
             raise ValueError(f"{path}: images of {shape[0]} channel(s); the inception extractor needs 8-bit RGB")
+
+    def sizes(self, shape: Shape | None) -> tuple[int, int | None]:
+        return 2048, 2023
 
     def __call__(self, images: Tensor) -> Features:
         assert images.dtype == torch.uint8, images.dtype
@@ -138,31 +180,56 @@ class InceptionFeatures:
         name = "inception-2015-12-05" if self.known else "UNKNOWN"
         return {"name": name, "path": str(self.path), "sha256": self.sha256}
 
+    def warnings(self, count: int, *, adm_reference: bool) -> list[str]:
+        found = []
+        if not self.known:
+            found.append("the Inception weights are UNKNOWN (their SHA-256 is not 6726825d...): not comparable")
+        if count != 50_000:
+            found.append(f"{count} images: compare only with scores of as many; FID falls with their number")
+        if not adm_reference:
+            found.append("non-ADM-reference: scores are not those of the ADM evaluator's reference batch")
+        return found
 
-class PixelFeatures:
+
+class PixelFeatures(Extractor):
     """The images themselves in [-1, 1], area-reduced to at most 8 x 8 a channel: (N, C * 64). Needs no weights."""
 
     name = "pixels"
+    score_name = "fd_pixels"
+    protocol = "pixels-8x8"
     identity = json.dumps({"extractor": "pixels-8x8"})
+    precision_recall: ClassVar[Mapping[str, bool]] = {"pixels": False}
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-
-    def check_shape(self, shape: tuple[int, int, int], path: str) -> None:
-        """Any shape will do."""
+    def __init__(self, weights: None = None, device: torch.device | str | None = None) -> None:
+        self.device = _device(device)
 
     def __call__(self, images: Tensor) -> Features:
         assert images.dtype == torch.uint8, images.dtype
         assert images.ndim == 4, images.shape
         x = images.to(self.device).float() / 127.5 - 1  # (N, C, H, W)
         side = (min(8, x.shape[2]), min(8, x.shape[3]))
-        return Features(F.adaptive_avg_pool2d(x, side).flatten(1), None)
+        return Features(F.adaptive_avg_pool2d(x, side).flatten(1))
 
-    def logits(self, pool: Tensor) -> None:
-        """There are no classes."""
 
-    def record(self) -> dict[str, Any]:
-        return {"name": "none"}
+EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": InceptionFeatures, "pixels": PixelFeatures}
+"""Name -> constructor with `weights`, a local file or None, and `device`, by default a GPU where there is one."""
+
+
+def load_extractor(
+    name: str, *, weights: str | Path | None = None, device: torch.device | str | None = None
+) -> Extractor:
+    """Make the extractor of this name.
+
+    Raises:
+        ValueError: unknown name, or as its constructor.
+    """
+    if name not in EXTRACTORS:
+        raise ValueError(f"extractor: {name}; choose from {', '.join(EXTRACTORS)}")
+    return EXTRACTORS[name](weights=weights, device=device)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _downloaded_weights() -> Path:
@@ -178,26 +245,8 @@ def _downloaded_weights() -> Path:
                 if not path.exists():
                     torch.hub.download_url_to_file(url, str(path), hash_prefix=WEIGHTS_PREFIX)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
-            raise ValueError(
+            raise MissingWeights(
                 f"inception_weights: cannot download {url} ({error}); fetch it elsewhere and give "
                 "--inception_weights PATH"
             ) from error
     return path
-
-
-def load_extractor(name: str, *, weights: str | None = None, device: torch.device | str | None = None) -> Extractor:
-    """The extractor called `name`: inception (weights from a local file, or downloaded), or pixels.
-
-    Without a device: a GPU where there is one.
-
-    Raises:
-        ValueError: unknown name, or weights that are missing, cannot be downloaded, or are not this network's.
-    """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "pixels":
-        return PixelFeatures(device)
-    if name != "inception":
-        raise ValueError(f"extractor: {name}; choose inception or pixels")
-    if weights is not None and not Path(weights).is_file():
-        raise ValueError(f"inception_weights: {weights}: no such file")
-    return InceptionFeatures(weights or _downloaded_weights(), device)

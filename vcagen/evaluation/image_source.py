@@ -1,18 +1,16 @@
-"""Streams of uint8 images in a fixed order: sample folders, reference folders, ADM .npz files, the built-in digits.
-
-No source holds more than a few batches; an .npz is read through its zip member, never whole.
-"""
+"""uint8 images of one shape, in a fixed order: sample folders, reference folders, ADM .npz files, built-in sets."""
 
 from __future__ import annotations
 
 import lzma
 import math
+import os
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,8 +19,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vcagen.data.images import center_crop, load_digits, read_image, scan_images
-from vcagen.system.files import read_manifest, read_record
+from vcagen.data.images import (
+    ImageSet,
+    center_crop,
+    is_dataset,
+    open_dataset_images,
+    read_batches,
+    read_image,
+    scan_images,
+)
+from vcagen.evaluation.features import Shape
+from vcagen.system.files import few
 
 DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, ValueError, RuntimeError, MemoryError)
 """What zipfile and numpy raise at an .npz that is none or is damaged."""
@@ -32,36 +39,60 @@ BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 @dataclass(frozen=True)
 class ImageSource:
-    """`count` images of one shape (C, H, W)."""
+    """Images of one shape, where they come from, and what is to be said about them."""
 
     kind: str
-    """folder, npz or digits"""
+    """folder, npz or the name of a built-in set"""
     path: str
-    count: int
-    shape: tuple[int, int, int]
-    batches: Callable[[int], Iterator[Tensor]]
-    """Batch size -> uint8 tensors (N, C, H, W), in order; raises ValueError at a broken image."""
+    images: ImageSet
+    shape: Shape
+    num_workers: int = 0
+    """Processes that decode files."""
+    files: Sequence[Path] = ()
+    """Where the images lie."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return len(self.images)
+
+    def read(self, batches: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Read the images of these batches of indices, uint8 (N, C, H, W).
+
+        Raises:
+            ValueError: a broken image.
+        """
+        workers = min(
+            self.num_workers, os.cpu_count() or 1, len(batches) // 8
+        )  # for a few batches processes start too slowly
+        for images, bad in read_batches(self.images, batches, workers):
+            for reason in bad.values():
+                raise ValueError(reason)
+            yield images
+
+
+def spans(start: int, stop: int, size: int) -> list[range]:
+    """Cut start .. stop-1 into consecutive ranges of `size`, the last one shorter."""
+    return [range(i, min(i + size, stop)) for i in range(start, stop, size)]
 
 
 def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None) -> ImageSource:
-    """Images that somebody generated: a folder of 8-bit RGB (or all 8-bit grey) files of one size, or an ADM .npz.
+    """Open images that somebody generated: a folder of 8-bit RGB (or all 8-bit grey) files of one size, or an ADM .npz.
 
-    Every header is read before this returns. A folder is taken in the order of `scan_images`. Of an output folder of
-    sample.py the images that it kept are taken: images/, else samples.npz.
+    Reads every header before it returns. A folder is taken in the order of `scan_images`; of an output folder of
+    sample.py, the images/ in it.
 
     Raises:
-        ValueError: nothing there, a file of another mode or size, less than 2 images, or not `expected` images.
+        ValueError: nothing there, a file of another mode or size, fewer than 2 images, or not `expected` images.
     """
-    path = _kept_images(path)
-    if path == "digits" or Path(path).suffix == ".npz":
-        source = open_images(path)
-        extra: list[str] = []
-    else:
-        source, files = _open_sample_folder(path, num_workers)
-        extra = [] if expected is None else files[expected:]
+    if (Path(path) / "manifest.json").is_file():
+        path = str(Path(path) / "images")
+    whole = is_dataset(path) or Path(path).suffix == ".npz"
+    source = open_images(path) if whole else _open_sample_folder(path, num_workers)
     if expected is not None and source.count != expected:
-        names = f" (too many: {', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''})" if extra else ""
+        extra = [] if whole else source.images.names[expected:]
+        names = f" (too many: {few(extra, 5)})" if extra else ""
         raise ValueError(
             f"{path}: {source.count} images, {expected} expected{names}; give --num_images {source.count} "
             "to score those that are there"
@@ -71,115 +102,85 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
     return source
 
 
-def sample_manifest(path: str) -> dict[str, Any]:
-    """What `sample.py` wrote about the samples at `path`, its output folder or the images in it; {} for others'."""
-    file = _output_folder(path) / "manifest.json"
-    return read_manifest(file) if file.is_file() else {}
-
-
-def sample_facts(path: str) -> dict[str, Any]:
-    """Entries of the result that only `sample.py` knows, as it left them in facts.json; {} for others' samples."""
-    file = _output_folder(path) / "facts.json"
-    made = read_record(file) if file.is_file() else {}
-    return {name: made[name] for name in ("uint8_rule", "samples", "sampler", "model", "vae") if name in made}
-
-
-def result_path(path: str, extractor: str) -> Path:
-    """results.json beside the images, or beside the .npz, at `path`; above a folder called images.
-
-    Where it holds scores of another extractor, results_EXTRACTOR.json instead.
-    """
-    file = _output_folder(path) / "results.json"
-    before = read_record(file).get("extractor") if file.is_file() else None
-    if isinstance(before, dict) and before.get("name") != extractor:
-        return file.with_name(f"results_{extractor}.json")
-    return file
-
-
-def _kept_images(path: str) -> str:
-    folder = Path(path)
-    if not (folder / "manifest.json").is_file():
-        return path
-    for kept in (folder / "images", folder / "samples.npz"):
-        if kept.exists():
-            return str(kept)
-    raise ValueError(f"{path}: sample.py kept no images here; make them with --png true or --npz true")
-
-
-def _output_folder(path: str) -> Path:
-    here = Path(path)
-    if (here / "manifest.json").is_file():
-        return here
-    return here.parent if here.suffix == ".npz" or here.name == "images" or path == "digits" else here
-
-
 def open_images(path: str, *, image_size: int | None = None, num_workers: int = 4) -> ImageSource:
-    """Real images: a folder read and cropped as in training, an .npz with arr_0, or digits.
+    """Open real images: a folder, read and cropped as in training, an .npz with arr_0, or a built-in set.
 
     Raises:
-        ValueError: nothing there, unreadable images, or images of several sizes without `image_size`.
+        ValueError: nothing there, or the first image is unreadable.
     """
-    if path == "digits":
-        images, _ = load_digits()
-        shape = (images.shape[1], images.shape[2], images.shape[3])
-        return ImageSource("digits", path, len(images), shape, lambda n: iter(torch.split(images, n)))
+    if is_dataset(path):
+        images = open_dataset_images(path)
+        return ImageSource(path, path, images, (images.channels, images.image_size, images.image_size))
     if Path(path).suffix == ".npz":
         return open_npz(path)
-
     folder = scan_images(path)
-    files = [folder.root / name for name in folder.paths]
-
-    def decode(file: Path) -> Tensor:
-        image = read_image(file)
-        return _pixels(image if image_size is None else center_crop(image, image_size))
-
-    first = decode(files[0])
-    shape = (first.shape[0], first.shape[1], first.shape[2])
-
-    def checked(file: Path) -> Tensor:
-        pixels = decode(file)
-        if pixels.shape != first.shape:
-            raise ValueError(
-                f"{file}: {pixels.shape[2]} x {pixels.shape[1]} pixels, the first image has {shape[2]} x {shape[1]}; "
-                "crop all to one size: python -m vcagen stats FOLDER --image_size SIDE"
-            )
-        return pixels
-
-    return ImageSource("folder", path, len(files), shape, lambda n: _decoded(files, checked, n, num_workers))
+    read = partial(_read_real, image_size)
+    channels, height, width = read(folder.root / folder.paths[0]).shape
+    return _folder(path, folder.paths, read, (channels, height, width), num_workers)
 
 
-def _open_sample_folder(path: str, num_workers: int) -> tuple[ImageSource, list[str]]:
+def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
     if not Path(path).is_dir():
         raise ValueError(f"{path}: no such folder or .npz file of samples")
     folder = scan_images(path, allow_empty_classes=True)
     files = [folder.root / name for name in folder.paths]
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         headers = list(pool.map(_header, files))
-    mode, size = headers[0]
+    mode, (width, height) = headers[0]
     for file, header in zip(files, headers, strict=True):
         if header[0] not in ("RGB", "L"):
             raise ValueError(f"{file}: {header[0]} image; samples must be 8-bit RGB, or all 8-bit grey")
-        if header != (mode, size):
+        if header != headers[0]:
             found, first = (f"{m} {s[0]} x {s[1]}" for m, s in (header, headers[0]))
             raise ValueError(f"{file}: {found}, but {files[0].name} is {first}; samples must be alike")
-
-    def decode(file: Path) -> Tensor:
-        try:
-            with Image.open(file) as image:
-                return _pixels(image)
-        except BROKEN as error:
-            raise ValueError(f"{file}: broken image ({error})") from error
-
     warnings = []
     if any(file.suffix.lower() in (".jpg", ".jpeg", ".webp") for file in files):
         warnings.append("samples were stored with loss (JPEG or WebP): scores differ from those of lossless files")
     if len(folder.class_names) > 1:
         warnings.append("samples are sorted by class: IS, over chunks of 5,000 in order, comes out too low")
-    shape = (len(mode) if mode == "RGB" else 1, size[1], size[0])
-    source = ImageSource(
-        "folder", path, len(files), shape, lambda n: _decoded(files, decode, n, num_workers), warnings
-    )  # fmt: skip
-    return source, list(folder.paths)
+    shape = (3 if mode == "RGB" else 1, height, width)
+    return _folder(path, folder.paths, _read_sample, shape, num_workers, warnings)
+
+
+def _folder(
+    path: str,
+    names: Sequence[str],
+    read: Callable[[Path], Tensor],
+    shape: Shape,
+    num_workers: int,
+    warnings: Sequence[str] = (),
+) -> ImageSource:
+    files = [Path(path) / name for name in names]
+    images = ImageSet(names, (), (), shape[0], shape[1], partial(_read_file, files, read, shape))
+    return ImageSource("folder", path, images, shape, num_workers, files, list(warnings))
+
+
+def _read_file(files: Sequence[Path], read: Callable[[Path], Tensor], shape: Shape, index: int) -> Tensor:
+    pixels = read(files[index])
+    if pixels.shape != shape:
+        raise ValueError(
+            f"{files[index]}: {pixels.shape[2]} x {pixels.shape[1]} pixels, the first image has {shape[2]} x "
+            f"{shape[1]}; crop all to one size: vcagen stats FOLDER --image_size SIDE"
+        )
+    return pixels
+
+
+def _read_real(image_size: int | None, file: Path) -> Tensor:
+    image = read_image(file)
+    return _pixels(image if image_size is None else center_crop(image, image_size))
+
+
+def _read_sample(file: Path) -> Tensor:
+    try:
+        with Image.open(file) as image:
+            return _pixels(image)
+    except BROKEN as error:
+        raise ValueError(f"{file}: broken image ({error})") from error
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    array = np.array(image, dtype=np.uint8)  # (H, W) or (H, W, C)
+    return torch.from_numpy(array if array.ndim == 3 else array[:, :, None]).permute(2, 0, 1)
 
 
 def _header(file: Path) -> tuple[str, tuple[int, int]]:
@@ -196,32 +197,8 @@ def _header(file: Path) -> tuple[str, tuple[int, int]]:
         raise ValueError(f"{file}: broken image ({error})") from error
 
 
-def _pixels(image: Image.Image) -> Tensor:
-    array = np.array(image, dtype=np.uint8)  # (H, W) or (H, W, C)
-    return torch.from_numpy(array if array.ndim == 3 else array[:, :, None]).permute(2, 0, 1)
-
-
-def _decoded(files: Sequence[Path], decode: Callable[[Path], Tensor], batch: int, workers: int) -> Iterator[Tensor]:
-    """Batches of decoded files in order; the threads work at most two batches ahead."""
-    workers = max(1, workers)
-    pool = ThreadPoolExecutor(workers)
-    try:
-        ahead = deque(pool.submit(decode, file) for file in files[: 2 * batch])
-        following = 2 * batch
-        for start in range(0, len(files), batch):
-            images = []
-            for _ in files[start : start + batch]:
-                images.append(ahead.popleft().result())
-                if following < len(files):
-                    ahead.append(pool.submit(decode, files[following]))
-                    following += 1
-            yield torch.stack(images).contiguous()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def open_npz(path: str) -> ImageSource:
-    """The images `arr_0`, uint8 (N, H, W, C) with C 1 or 3, of an .npz file.
+    """Open the images `arr_0`, uint8 (N, H, W, C) with C 1 or 3, of an .npz file; they are streamed, never read whole.
 
     Raises:
         ValueError: no such file, no such array, pickled objects, or another shape or type.
@@ -245,29 +222,40 @@ def open_npz(path: str) -> ImageSource:
         raise ValueError(f"{path}: arr_0 has no images")
     if size != math.prod(shape):
         raise ValueError(f"{path}: arr_0 holds {size} bytes, its header says {shape}")
-    count, height, width, channels = shape
     warnings = []
     if "mu.npy" in names:
         warnings.append(f"{path} also holds statistics, which the ADM evaluator would use; the images are scored")
     if "arr_1.npy" in names and _labels_sorted(path):
         warnings.append("samples are sorted by label: IS, over chunks of 5,000 in order, comes out too low")
+    count, height, width, channels = shape
+    read = _NpzReader(path, (height, width, channels))
+    images = ImageSet([""] * count, (), (), channels, height, read, in_memory=True)
+    return ImageSource("npz", path, images, (channels, height, width), files=[Path(path)], warnings=warnings)
 
-    def batches(batch: int) -> Iterator[Tensor]:
-        size = height * width * channels
-        with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as member:
-            _npy_header(member)
-            for start in range(0, count, batch):
-                n = min(batch, count - start)
-                try:
-                    data = member.read(n * size)
-                except DAMAGED as error:
-                    raise ValueError(f"{path}: damaged ({error})") from error
-                if len(data) != n * size:
-                    raise ValueError(f"{path}: arr_0 ends within image {start + len(data) // size} of {count}")
-                rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(n, height, width, channels)
-                yield rows.permute(0, 3, 1, 2).contiguous()
 
-    return ImageSource("npz", path, count, (channels, height, width), batches, warnings)
+class _NpzReader:
+    """Reads image by image through one open member, in order at full speed, otherwise by reading up to the image."""
+
+    def __init__(self, path: str, shape: tuple[int, int, int]) -> None:
+        self._path, self._shape = path, shape
+        self._member: IO[bytes] | None = None
+        self._start = 0
+
+    def __call__(self, index: int) -> Tensor:
+        size = math.prod(self._shape)
+        try:
+            if self._member is None:
+                self._member = zipfile.ZipFile(self._path).open("arr_0.npy")  # noqa: SIM115
+                _npy_header(self._member)
+                self._start = self._member.tell()
+            if self._member.tell() != (place := self._start + index * size):
+                self._member.seek(place)
+            data = self._member.read(size)
+        except DAMAGED as error:
+            raise ValueError(f"{self._path}: damaged ({error})") from error
+        if len(data) != size:
+            raise ValueError(f"{self._path}: arr_0 ends within image {index}")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._shape).permute(2, 0, 1)
 
 
 def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vcagen.evaluation.features import Extractor, Features
-from vcagen.evaluation.image_source import DAMAGED, ImageSource, open_images, open_npz
-from vcagen.system.files import atomic_file, sha256
+from vcagen.data.images import is_dataset
+from vcagen.evaluation.features import Extractor, Features, Shape
+from vcagen.evaluation.image_source import DAMAGED, ImageSource, open_images, open_npz, spans
+from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
+from vcagen.system.files import FORMAT, atomic_file, check_format, reading, sha256
 
 REFERENCE_ROWS = 10_000
 """Images of a reference folder that precision and recall use, spread evenly over it: as many as ADM's batch has."""
-
-
-class Gaussian(NamedTuple):
-    """Mean (D,) and unbiased covariance (D, D), float64."""
-
-    mean: Tensor
-    cov: Tensor
 
 
 class Moments:
@@ -44,26 +39,17 @@ class Moments:
 
     def update(self, rows: Tensor) -> None:
         """Take rows (N, D). They are summed where they lie, on the CPU where the device has no float64."""
-        part = Moments()
-        if len(rows):
-            x = (rows.cpu() if rows.device.type == "mps" else rows).double()
-            part.count, part._mean = len(x), x.mean(0)
-            x = x - part._mean
-            part._scatter = x.T @ x
-        self.merge(part)
-
-    def merge(self, other: Moments) -> None:
-        """Take all that `other` has taken."""
-        if other.count == 0:
+        if not len(rows):
             return
+        x = (rows.cpu() if rows.device.type == "mps" else rows).double()
         if self.count == 0:
-            self.count, self._mean, self._scatter = other.count, other._mean.clone(), other._scatter.clone()
-            return
-        total = self.count + other.count
-        delta = other._mean - self._mean
-        self._scatter += other._scatter
-        self._scatter.addr_(delta, delta, alpha=self.count * other.count / total)
-        self._mean += delta * (other.count / total)
+            self._mean, self._scatter = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1], x.shape[1])
+        total = self.count + len(x)
+        mean = x.mean(0)
+        delta = mean - self._mean
+        x = x - mean
+        self._scatter.addmm_(x.T, x).addr_(delta, delta, alpha=self.count * len(x) / total)
+        self._mean += delta * (len(x) / total)
         self.count = total
 
     def gaussian(self) -> Gaussian:
@@ -78,14 +64,21 @@ class Moments:
 
 
 class FeatureStatistics:
-    """Moments of the features of `count` images taken in order, the pool rows of some of them, a hash of the pixels."""
+    """Moments of the features of `count` images taken in order, the pool rows of some of them, a hash of the pixels.
 
-    def __init__(self, count: int, keep_rows: int) -> None:
+    Args:
+        keep_rows: so many pool rows are kept, evenly spaced.
+        class_scores: take the inception scores, too.
+    """
+
+    def __init__(self, extractor: Extractor, count: int, keep_rows: int, *, class_scores: bool = False) -> None:
+        self.extractor = extractor
         self.count = count
         self.taken = 0
-        self.pool, self.spatial = Moments(), Moments()
         self.digests: list[bytes] = []
-        self._kept = torch.arange(keep_rows) * count // max(1, keep_rows)  # evenly spaced indices
+        self._pool, self._spatial = Moments(), Moments()
+        self._inception_score = InceptionScore() if class_scores else None
+        self._kept = torch.arange(keep_rows) * count // max(1, keep_rows)
         self._rows: Tensor | None = None
 
     def add(self, features: Features, digests: Tensor) -> None:
@@ -94,29 +87,36 @@ class FeatureStatistics:
         Raises:
             ValueError: a feature that is not finite, with the index of its image.
         """
-        n = len(features.pool)
-        finite = features.pool.isfinite().all(1)
-        if features.spatial is not None:
-            finite &= features.spatial.isfinite().all(1)
+        pool, spatial = features
+        finite = pool.isfinite().all(1)
+        if spatial is not None:
+            finite &= spatial.isfinite().all(1)
         if not finite.all():
-            raise ValueError(
-                f"image {self.taken + int(finite.logical_not().nonzero()[0])}: its features are not finite"
-            )
-        self.pool.update(features.pool)
-        if features.spatial is not None:
-            self.spatial.update(features.spatial)
-        self.digests += [bytes(digest.tolist()) for digest in digests]
+            index = self.taken + int(finite.logical_not().nonzero()[0])
+            raise ValueError(f"image {index}: its features are not finite")
+        self._pool.update(pool)
+        if spatial is not None:
+            self._spatial.update(spatial)
+        if self._inception_score is not None and (logits := self.extractor.logits(pool)) is not None:
+            self._inception_score.add(logits)
+        self.digests += [digest.numpy().tobytes() for digest in digests]
         if len(self._kept):
             if self._rows is None:
-                self._rows = torch.empty(len(self._kept), features.pool.shape[1])
-            start, stop = (int(torch.searchsorted(self._kept, i)) for i in (self.taken, self.taken + n))
-            self._rows[start:stop] = features.pool[self._kept[start:stop] - self.taken].float().cpu()
-        self.taken += n
+                self._rows = torch.empty(len(self._kept), pool.shape[1])
+            start, stop = (int(torch.searchsorted(self._kept, i)) for i in (self.taken, self.taken + len(pool)))
+            self._rows[start:stop] = pool[self._kept[start:stop] - self.taken].float().cpu()
+        self.taken += len(pool)
 
-    @property
-    def rows(self) -> Tensor | None:
-        """(K, D) float32 pool features of the kept images, or None when none are kept."""
-        return self._rows
+    def measured(self) -> Measured:
+        """What the scores need; call once, after the last image."""
+        return Measured(
+            extractor=self.extractor,
+            count=self.count,
+            pool=self._pool.gaussian(),
+            spatial=self._spatial.gaussian() if self._spatial.count else None,
+            rows=self._rows,
+            class_scores=[] if self._inception_score is None else self._inception_score.result(),
+        )
 
     @property
     def images_sha256(self) -> str:
@@ -131,21 +131,16 @@ def image_digests(images: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(-1, 32)
 
 
-@dataclass(frozen=True)
-class Reference:
+@dataclass(frozen=True, kw_only=True)
+class Reference(Measured):
     """Statistics of real images."""
 
     kind: str
-    """npz (ADM's stored statistics, or ours made of them), folder, digits, images (npz of them) or statistics (ours)"""
+    """npz (ADM's stored statistics, or ours made of them), folder, images (npz of them), statistics (ours), or the
+    name of a built-in set"""
     path: str
-    pool: Gaussian
-    spatial: Gaussian | None = None
-    rows: Tensor | None = None
-    """(K, D) float32 pool features for precision and recall."""
-    shape: tuple[int, int, int] | None = None
+    shape: Shape | None = None
     """(C, H, W) of the images, where known."""
-    count: int | None = None
-    """Images behind the statistics, where known."""
     images_sha256: str | None = None
     file_sha256: str | None = None
 
@@ -160,16 +155,26 @@ class Reference:
             "file_sha256": self.file_sha256,
             "stats_sha256": digest.hexdigest(),
             "images_sha256": self.images_sha256,
-            "n": self.count,
+            "n": self.count or None,
             "n_pr": 0 if self.rows is None else len(self.rows),
         }
+
+    def check_fit(self, shape: Shape | None) -> None:
+        """Raise ValueError where samples of this shape cannot be compared with the reference."""
+        refuse_other_shape(self.path, self.shape, shape)
+        for gaussian, size in zip((self.pool, self.spatial), self.extractor.sizes(shape) or (), strict=False):
+            if gaussian is not None and size is not None and len(gaussian.mean) != size:
+                found = f"{len(gaussian.mean)} features; samples have {size} by the extractor {self.extractor.name}"
+                raise ValueError(f"reference: {self.path}: {found}")
 
 
 def check_reference_path(path: str) -> None:
     """Raise ValueError where `path` cannot be a reference, before anything else takes time."""
-    if path != "digits" and not Path(path).exists():
-        raise ValueError(f"reference: {path}: no such file or folder (or the word digits)")
-    if path != "digits" and not (Path(path).suffix == ".npz" or Path(path).is_dir()):
+    if is_dataset(path):
+        return
+    if not Path(path).exists():
+        raise ValueError(f"reference: {path}: no such file or folder, nor a built-in set")
+    if not (Path(path).suffix == ".npz" or Path(path).is_dir()):
         raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
 
 
@@ -181,10 +186,9 @@ def open_reference(
     image_size: int | None = None,
     num_workers: int = 4,
     rows: bool = True,
-    shape: tuple[int, int, int] | None = None,
-    progress: bool = True,
+    shape: Shape | None = None,
 ) -> Reference:
-    """Open a reference: ADM's .npz, an image folder, an .npz of images, statistics of `vcagen stats`, or digits.
+    """Open ADM's .npz, an image folder, an .npz of images, statistics of `vcagen stats`, or a built-in set.
 
     Statistics stored in a file are used as they are; those of images are computed here. `image_size` crops the images
     of a folder as in training. `rows` also provides the features that precision and recall need.
@@ -196,47 +200,40 @@ def open_reference(
             statistics made by another extractor or of images of another shape.
     """
     check_reference_path(path)
-    if Path(path).suffix == ".npz":
-        arrays = _load_statistics(path)
-        if arrays:
-            return _stored(path, arrays, extractor, batch, rows, shape, progress)
+    if not is_dataset(path) and Path(path).suffix == ".npz" and (arrays := _load_statistics(path)):
+        return _stored(path, arrays, extractor, batch, rows, shape)
     source = open_images(path, image_size=image_size, num_workers=num_workers)
     if source.count < 2:
         raise ValueError(f"reference: {path}: {source.count} image; statistics need at least 2")
     refuse_other_shape(path, source.shape, shape)
     keep = 0 if not rows else source.count if source.kind == "npz" else min(source.count, REFERENCE_ROWS)
-    statistics = measure(source, extractor, batch, keep, progress)
+    statistics = measure(source, extractor, batch, keep)
     return Reference(
         kind="images" if source.kind == "npz" else source.kind,
         path=path,
-        pool=statistics.pool.gaussian(),
-        spatial=statistics.spatial.gaussian() if statistics.spatial.count else None,
-        rows=statistics.rows,
         shape=source.shape,
-        count=source.count,
         images_sha256=statistics.images_sha256,
         file_sha256=sha256(path) if source.kind == "npz" else None,
+        **vars(statistics.measured()),
     )
 
 
 def refuse_other_shape(path: str, found: Sequence[int] | None, samples: Sequence[int] | None) -> None:
-    """Raise ValueError when the reference at `path` has images of another (C, H, W) than the samples."""
+    """Raise ValueError where the reference at `path` has images of another (C, H, W) than the samples."""
     if found is not None and samples is not None and tuple(found) != tuple(samples):
         theirs, ours = (f"{c} channel(s) of {h} x {w} pixels" for c, h, w in (found, samples))
         raise ValueError(
             f"reference: {path}: its images have {theirs}, the samples {ours}; a folder is cropped by "
-            "python -m vcagen stats FOLDER --image_size SIDE"
+            "vcagen stats FOLDER --image_size SIDE"
         )
 
 
-def measure(
-    source: ImageSource, extractor: Extractor, batch: int, keep_rows: int, progress: bool = True
-) -> FeatureStatistics:
+def measure(source: ImageSource, extractor: Extractor, batch: int, keep_rows: int) -> FeatureStatistics:
     """Statistics of all images of a source."""
     extractor.check_shape(source.shape, source.path)
-    statistics = FeatureStatistics(source.count, keep_rows)
-    with tqdm(total=source.count, desc="reference", unit="img", disable=not progress) as bar:
-        for images in source.batches(batch):
+    statistics = FeatureStatistics(extractor, source.count, keep_rows)
+    with tqdm(total=source.count, desc="reference", unit="img", disable=None) as bar:
+        for images in source.read(spans(0, source.count, batch)):
             statistics.add(extractor(images), image_digests(images))
             bar.update(len(images))
     return statistics
@@ -280,95 +277,61 @@ def _gaussian(path: str, mu: Any, sigma: Any, names: str) -> Gaussian:
 
 
 def _stored(
-    path: str,
-    arrays: dict[str, Any],
-    extractor: Extractor,
-    batch: int,
-    rows: bool,
-    expected: tuple[int, int, int] | None,
-    progress: bool,
+    path: str, arrays: dict[str, Any], extractor: Extractor, batch: int, rows: bool, expected: Shape | None
 ) -> Reference:
-    pool = _gaussian(path, arrays["mu"], arrays["sigma"], "mu and sigma")
-    spatial = _gaussian(path, arrays["mu_s"], arrays["sigma_s"], "mu_s and sigma_s") if "mu_s" in arrays else None
-    if extractor.name == "inception":
-        for gaussian, size in ((pool, 2048), (spatial, 2023)):
-            if gaussian is not None and len(gaussian.mean) != size:
-                raise ValueError(f"reference: {path}: {len(gaussian.mean)} features; Inception has {size}")
-    else:
-        spatial = None
-    file_sha256 = sha256(path)
-    if "meta" in arrays:
-        try:
-            meta = json.loads(str(arrays["meta"]))
-            identity, kind = meta["identity"], meta["source"]["kind"]
-            count, images_sha256 = meta["count"], meta["images_sha256"]
-            shape = None if meta["shape"] is None else tuple(int(side) for side in meta["shape"])
-            if shape is not None and len(shape) != 3:
-                raise ValueError(f"shape {shape}")
-            if not (count is None or type(count) is int):
-                raise ValueError(f"count {count!r}")
-        except (ValueError, KeyError, TypeError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"reference: {path}: its meta record is damaged ({reason})") from error
-        kept = arrays.get("rows")
-        if kept is not None and (kept.ndim != 2 or kept.shape[1] != len(pool.mean) or kept.dtype.kind != "f"):
-            raise ValueError(
-                f"reference: {path}: rows are {kept.dtype} {kept.shape}; (K, {len(pool.mean)}) float32 fit"
-            )
-        if identity != extractor.identity:
-            raise ValueError(f"reference: {path}: made by {identity}, but the samples are seen by {extractor.identity}")
-        refuse_other_shape(path, shape, expected)
-        return Reference(
-            kind="npz" if kind == "npz" else "statistics",
-            path=path,
-            pool=pool,
-            spatial=spatial,
-            rows=torch.from_numpy(kept).float() if rows and kept is not None else None,
-            shape=shape,
-            count=count,
-            images_sha256=images_sha256,
-            file_sha256=file_sha256,
-        )
-    kept, shape = None, None
-    if arrays["images"]:
-        source = open_npz(path)
-        shape = source.shape
-        refuse_other_shape(path, shape, expected)
-        if rows:
-            kept = _cached_rows(source, file_sha256, extractor, batch, progress)
-    return Reference("npz", path, pool, spatial, kept, shape, file_sha256=file_sha256)
+    """Statistics in a file: ours, which tell what they are of, or ADM's, beside which there may be images."""
+    with reading(path):
+        meta = json.loads(str(arrays.get("meta", f'{{"format": {FORMAT}}}')))
+        check_format(path, meta)
+        if (made_by := meta.get("identity", extractor.identity)) != extractor.identity:
+            raise ValueError(f"reference: {path}: made by {made_by}, the samples are seen by {extractor.identity}")
+    source = open_npz(path) if arrays["images"] else None
+    shape = meta.get("shape") if source is None else source.shape
+    reference = Reference(
+        extractor=extractor,
+        kind="npz" if meta.get("kind", "npz") == "npz" else "statistics",
+        path=path,
+        pool=_gaussian(path, arrays["mu"], arrays["sigma"], "mu and sigma"),
+        spatial=_gaussian(path, arrays["mu_s"], arrays["sigma_s"], "mu_s and sigma_s") if "mu_s" in arrays else None,
+        rows=torch.from_numpy(arrays["rows"]) if rows and "rows" in arrays else None,
+        shape=shape and (shape[0], shape[1], shape[2]),
+        count=meta.get("count", 0),
+        images_sha256=meta.get("images_sha256"),
+        file_sha256=sha256(path),
+    )
+    reference.check_fit(expected)
+    if source is not None and rows:
+        return replace(reference, rows=_cached_rows(source, reference.file_sha256, extractor, batch))
+    return reference
 
 
-def _cached_rows(
-    source: ImageSource, file_sha256: str, extractor: Extractor, batch: int, progress: bool
-) -> Tensor | None:
+def _cached_rows(source: ImageSource, file_sha256: str | None, extractor: Extractor, batch: int) -> Tensor | None:
     """(N, D) pool features of all images of a file, measured once a machine: kept below torch's cache folder."""
     key = hashlib.sha256(f"{file_sha256} {extractor.identity}".encode()).hexdigest()
     cache = Path(torch.hub.get_dir()) / "vcagen" / f"rows_{key[:32]}.safetensors"
     try:
-        rows = load_file(cache)["rows"]
-        if len(rows) == source.count:
-            return rows
-    except (OSError, SafetensorError, KeyError):
-        pass
-    measured = measure(source, extractor, batch, source.count, progress).rows
-    if measured is not None:
-        try:
-            with atomic_file(cache) as temporary:
-                save_file({"rows": measured}, temporary)
-        except (OSError, SafetensorError):
-            pass  # only time is lost
-    return measured
+        return load_file(cache)["rows"]
+    except (OSError, SafetensorError):
+        rows = measure(source, extractor, batch, source.count).measured().rows
+    assert rows is not None
+    try:
+        with atomic_file(cache) as temporary:
+            save_file({"rows": rows}, temporary)
+    except (OSError, SafetensorError):
+        pass  # only time is lost
+    return rows
 
 
-def save_statistics(path: str | Path, reference: Reference, extractor: Extractor) -> None:
+def save_statistics(path: str | Path, reference: Reference) -> None:
     """Write a reference as an .npz with ADM's keys, its pool rows, and what it is, for `open_reference`."""
     meta = {
-        "identity": extractor.identity,
+        "format": FORMAT,
+        "identity": reference.extractor.identity,
+        "kind": reference.kind,
+        "source": reference.path,
         "shape": reference.shape,
         "count": reference.count,
         "images_sha256": reference.images_sha256,
-        "source": {"kind": reference.kind, "path": reference.path},
     }
     arrays = {
         "meta": np.array(json.dumps(meta)),

@@ -5,11 +5,14 @@ Source of the definitions: openai/guided-diffusion, evaluations/evaluator.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from vcagen.evaluation.features import Extractor, full_precision
 
 IS_CHUNK = 5_000
 """Images over which the ADM evaluator takes one inception score."""
@@ -18,70 +21,105 @@ NEIGHBOURS = 3
 _BLOCK = 4_096
 
 
-class Frechet(NamedTuple):
-    """||mean_a - mean_b||^2 + tr A + tr B - 2 tr sqrt(A B), and its parts; a are the samples, b is the reference."""
+class Gaussian(NamedTuple):
+    """Mean (D,) and unbiased covariance (D, D), float64."""
 
-    distance: float
-    mean_term: float
-    trace_sample: float
-    trace_ref: float
-    trace_cross: float
-    """tr sqrt(A B)"""
-    min_eig: float
-    """About the smallest eigenvalue met; those negative or within rounding of 0 are taken as 0."""
+    mean: Tensor
+    cov: Tensor
 
 
-def frechet_distance(mean_a: Tensor, cov_a: Tensor, mean_b: Tensor, cov_b: Tensor) -> Frechet:
-    """Frechet distance of two Gaussians with means (D,) and covariances (D, D), in float64.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that the scores need of a set of images."""
+
+    extractor: Extractor
+    count: int
+    """Images behind the statistics; 0 where a reference does not tell."""
+    pool: Gaussian
+    """Of the pool features."""
+    spatial: Gaussian | None = None
+    """Of the spatial features."""
+    rows: Tensor | None = None
+    """(K, D) float32 pool features for precision and recall."""
+    class_scores: Sequence[float] = ()
+    """Inception scores of every 5,000 images, of samples whose extractor has logits."""
+
+
+def count_name(count: int) -> str:
+    """The number of images in the name of a score: 50k for 50000, 1797 for 1797."""
+    return f"{count // 1000}k" if count and count % 1000 == 0 else str(count)
+
+
+def frechet(samples: Measured, reference: Measured) -> dict[str, float]:
+    """Frechet distance of the pool features: fid_50k, fd_pixels_1797."""
+    distance = frechet_distance(samples.pool, reference.pool)
+    return {f"{samples.extractor.score_name}_{count_name(samples.count)}": distance}
+
+
+def spatial_frechet(samples: Measured, reference: Measured) -> dict[str, float]:
+    """Frechet distance of the spatial features, where both sides have them: sfid_50k."""
+    if samples.spatial is None or reference.spatial is None:
+        return {}
+    distance = frechet_distance(samples.spatial, reference.spatial)
+    return {f"s{samples.extractor.score_name}_{count_name(samples.count)}": distance}
+
+
+def inception_score(samples: Measured, reference: Measured) -> dict[str, float]:
+    """Mean and standard deviation of the inception scores of the chunks."""
+    if not samples.class_scores:
+        return {}
+    scores = torch.tensor(samples.class_scores, dtype=torch.float64)
+    return {"is_mean": scores.mean().item(), "is_std": scores.std(correction=0).item()}
+
+
+def precision_and_recall(samples: Measured, reference: Measured) -> dict[str, float]:
+    """Precision and recall, where both sides have more than 3 rows."""
+    if samples.rows is None or reference.rows is None or min(len(samples.rows), len(reference.rows)) <= NEIGHBOURS:
+        return {}
+    device = samples.extractor.device
+    metrics: dict[str, float] = {}
+    with full_precision(device):
+        for name, half in samples.extractor.precision_recall.items():
+            found = precision_recall(reference.rows.to(device), samples.rows.to(device), half=half)
+            metrics |= {f"precision_{name}": found[0], f"recall_{name}": found[1]}
+    return metrics
+
+
+METRICS: dict[str, Callable[[Measured, Measured], dict[str, float]]] = {
+    "frechet": frechet,
+    "spatial_frechet": spatial_frechet,
+    "inception_score": inception_score,
+    "precision_recall": precision_and_recall,
+}
+"""Name -> metric of the samples and the reference, as entries of the result; {} where it needs what they lack."""
+
+
+def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+    """||mean_a - mean_b||^2 + tr A + tr B - 2 tr sqrt(A B), in float64; at least 0.
 
     With A = R R^T and B = S S^T, tr sqrt(A B) is the sum of the singular values of R^T S. This stays exact for singular
-    A and B, where a matrix square root of the product does not, and is several times faster.
+    A and B, where a matrix square root of the product does not.
     """
-    root_a, min_a = _root(cov_a.double())
-    root_b, min_b = _root(cov_b.double())
-    mean_term = (mean_a.double() - mean_b.double()).square().sum().item()
-    trace_a, trace_b = cov_a.double().trace().item(), cov_b.double().trace().item()
-    cross = _nuclear_norm(root_a.T @ root_b, least=max(min_a, 0) * max(min_b, 0))
-    distance = mean_term + trace_a + trace_b - 2 * cross
-    return Frechet(distance, mean_term, trace_a, trace_b, cross, min(min_a, min_b))
+    (mean_a, cov_a), (mean_b, cov_b) = ((mean.double(), cov.double()) for mean, cov in (a, b))
+    cross = torch.linalg.svdvals(_root(cov_a).T @ _root(cov_b)).sum()
+    distance = (mean_a - mean_b).square().sum() + cov_a.trace() + cov_b.trace() - 2 * cross
+    return max(float(distance), 0.0)  # rounding can leave -1e-13 of equal sets
 
 
-def _root(cov: Tensor) -> tuple[Tensor, float]:
-    """R with R R^T = cov, and about the smallest eigenvalue: by Cholesky, or where cov is singular by eigh."""
-    cov = (cov + cov.T) / 2
-    rounding = len(cov) * torch.finfo(torch.float64).eps * cov.diagonal().amax()  # what is below is noise
-    factor, failed = torch.linalg.cholesky_ex(cov)
-    if not failed and factor.diagonal().square().amin() > rounding:
-        return factor, _smallest_eigenvalue(factor)
-    values, vectors = torch.linalg.eigh(cov)
-    return vectors * values.where(values > rounding, 0).sqrt(), values[0].item()
-
-
-def _nuclear_norm(x: Tensor, least: float) -> float:
-    """Sum of the singular values; `least` is about the least square of one.
-
-    Squares of singular values cost less but half the digits: they serve only where all values are of like size.
-    """
-    gram = x.T @ x
-    if least > 1e-6 * gram.diagonal().amax():
-        return torch.linalg.eigvalsh(gram).sqrt().sum().item()
-    return float(np.linalg.svd(x.numpy(), compute_uv=False).sum())  # faster than torch's
-
-
-def _smallest_eigenvalue(factor: Tensor) -> float:
-    """Smallest eigenvalue, from above, of the matrix with this Cholesky factor: inverse iteration."""
-    x = torch.arange(1, len(factor) + 1, dtype=factor.dtype).sin()[:, None]  # a vector that is special to no matrix
-    for _ in range(5):
-        x = torch.cholesky_solve(x / x.norm(), factor)
-    return 1 / x.norm().item()
+def _root(cov: Tensor) -> Tensor:
+    """R (D, rank) with R R^T = cov; eigenvalues within rounding of 0 are left out."""
+    values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
+    kept = values > len(cov) * torch.finfo(cov.dtype).eps * values[-1]
+    root: Tensor = vectors[:, kept] * values[kept].sqrt()
+    return root
 
 
 class InceptionScore:
-    """Inception score of logits that arrive in image order: mean over chunks of 5,000, a short last one included."""
+    """Inception scores of every 5,000 images whose logits arrive in order, a short last chunk included."""
 
     def __init__(self, chunk: int = IS_CHUNK) -> None:
         self._chunk = chunk
-        self._scores: list[float] = []
+        self.scores: list[float] = []
         self._count = 0
         self._entropy = 0.0  # sum of sum_c p log p
         self._marginal: Tensor | None = None  # sum of p
@@ -103,15 +141,14 @@ class InceptionScore:
         assert self._marginal is not None
         marginal = self._marginal / self._count
         kl = self._entropy / self._count - torch.xlogy(marginal, marginal).sum().item()
-        self._scores.append(torch.tensor(kl, dtype=torch.float64).exp().item())
+        self.scores.append(torch.tensor(kl, dtype=torch.float64).exp().item())
         self._count, self._entropy, self._marginal = 0, 0.0, None
 
-    def result(self) -> tuple[float, float]:
-        """Mean and standard deviation over the chunks; call once, after the last image."""
+    def result(self) -> list[float]:
+        """The score of every chunk; call once, after the last image."""
         if self._count:
             self._close()
-        scores = torch.tensor(self._scores, dtype=torch.float64)
-        return scores.mean().item(), scores.std(correction=0).item()
+        return self.scores
 
 
 def _squared_distances(a: Tensor, b: Tensor, half: bool) -> Tensor:

@@ -1,41 +1,28 @@
-"""Parameters and multiply-adds."""
+"""Parameters and multiply-adds of one network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
-from vcagen.networks.cost import Cost
-from vcagen.paper.table import Row, markdown
+import torch
+
+from vcagen.build import build_model
+from vcagen.config.job_options import CostConfig
+from vcagen.data.latents import DataSpec
+from vcagen.networks.cost import measure
+from vcagen.system.files import write_json
 
 
-def cost_table(title: str, costs: Sequence[tuple[Row, Cost]]) -> tuple[str, list[dict[str, Any]]]:
-    """Costs beside the published columns, as Markdown and as values for JSON."""
-    values = [
-        {
-            "name": row.name,
-            "params": cost.params,
-            "multiply_adds": cost.multiply_adds,
-            "published": row.published,
-            "note": row.note,
-        }
-        for row, cost in costs
-    ]
-    header = ["network", "params (M)", "published", "GFLOPs", "published", "FID-50K published"]
-    cells = [
-        [
-            row.name,
-            f"{cost.params / 1e6:.2f}",
-            str(row.published.get("params", "")),
-            f"{cost.multiply_adds / 1e9:.3f}",
-            str(row.published.get("gflops", "")),
-            str(row.published.get("fid", "")),
-        ]
-        for row, cost in costs
-    ]
-    if not any(row.published for row, _ in costs):
-        keep = (0, 1, 3)
-        header, cells = [header[i] for i in keep], [[line[i] for i in keep] for line in cells]
-    notes = [f"{row.name}: {row.note}" for row, _ in costs if row.note]
-    parts = [title, markdown(header, cells), "GFLOPs are 1e9 multiply-adds, as in the paper.", *notes]
-    return "\n\n".join(part for part in parts if part), values
+def run(config: CostConfig) -> None:
+    """Print the cost of a network.
+
+    Raises:
+        ValueError: a network that cannot be built.
+    """
+    side = config.latent_size
+    data = DataSpec(config.channels, side, side, config.num_classes, (), 8 * side, {})
+    with torch.device("meta"):
+        cost = measure(build_model(config.model, config.process, data))
+    print(f"{config.process.name} {config.model.size} {config.model.attention}: {cost} (1e9 multiply-adds)")
+    if config.json:
+        write_json(config.json, asdict(cost))

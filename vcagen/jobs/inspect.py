@@ -1,13 +1,28 @@
-"""What a run folder or a weights file holds, for `python -m vcagen inspect`."""
+"""What a run folder or a weights file holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
 from pathlib import Path
 from typing import Any
 
-from vcagen.networks.weights import architecture, few, find_weights, read_weights
+from vcagen.config.job_options import InspectConfig
+from vcagen.config.options import flatten
+from vcagen.networks.weights import architecture, find_weights, read_weights
+from vcagen.system.files import few, reading, write_json
 from vcagen.system.run_folder import list_checkpoints
+
+
+def run(config: InspectConfig) -> None:
+    """Print what is found as a table, or as JSON.
+
+    Raises:
+        ValueError: neither a run folder nor a weights file.
+    """
+    description = describe(config.path)
+    print(json.dumps(description, indent=2) if config.json == "-" else table(description))
+    if config.json not in (None, "-"):
+        write_json(config.json, description)
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -18,55 +33,39 @@ def describe(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if path.is_dir():
-        checkpoints = list_checkpoints(path)
         file = find_weights(path)
         names = sorted(file.name.removesuffix(".safetensors") for file in file.parent.glob("ema_*.safetensors"))
-        return {
-            **describe(file),
-            "path": str(path),
-            "kind": "run",
-            "checkpoints": list(checkpoints),
-            "weights": ["raw", *names],
-        }
+        run = {"path": str(path), "kind": "run", "checkpoints": list(list_checkpoints(path))}
+        return {**describe(file), **run, "weights": ["raw", *names]}
     weights = read_weights(path)
-    kind = "vcagen weights" if weights.metadata else ("public training file" if weights.args else "weights")
     description: dict[str, Any] = {
         "path": str(path),
-        "kind": kind,
+        "kind": "vcagen weights" if weights.metadata else ("public training file" if weights.args else "weights"),
         "weights": [weights.name],
         "parameters": sum(value.numel() for value in weights.state_dict.values()),
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in weights.state_dict.values()}),
     }
-    if weights.metadata is None:
-        if weights.args is not None:
-            description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
-                                   for key, value in weights.args.items()}  # fmt: skip
-        try:
-            return {**description, "architecture": architecture(weights.state_dict)}
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    config, data = weights.metadata["config"], weights.metadata["data"]
-    return {
-        **description,
-        "step": weights.metadata["step"],
-        "ema_decay": weights.metadata["ema_decay"],
-        **{key: config[key] for key in ("seed", "model", "process", "vae") if key in config},
-        "data": data,
-    }
+    with reading(path):
+        if (metadata := weights.metadata) is not None:
+            config = {key: metadata["config"][key] for key in ("seed", "model", "process", "vae")}
+            return {**description, **config, **{key: metadata[key] for key in ("step", "ema_decay", "data")}}
+    if weights.args is not None:
+        description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
+                               for key, value in weights.args.items()}  # fmt: skip
+    try:
+        return {**description, "architecture": architecture(weights.state_dict)}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def table(description: dict[str, Any]) -> str:
     """A description as lines of name and value; long lists are cut."""
-    lines = list(_flatten(description))
-    width = max(len(key) for key, _ in lines) + 2
-    return "\n".join(f"{key:<{width}}{value}" for key, value in lines)
+    lines = flatten(description)
+    width = max(map(len, lines)) + 2
+    return "\n".join(f"{key:<{width}}{_cell(value)}" for key, value in lines.items())
 
 
-def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _flatten(item, f"{before}{key}.")
-        elif isinstance(item, list | tuple):
-            yield before + key, f"{few(list(item), 10)} ({len(item)})" if len(item) > 10 else ", ".join(map(str, item))
-        else:
-            yield before + key, str(item)
+def _cell(value: Any) -> str:
+    if not isinstance(value, list | tuple):
+        return str(value)
+    return f"{few(value, 10)} ({len(value)})" if len(value) > 10 else ", ".join(map(str, value))

@@ -22,6 +22,9 @@ class Cost:
     multiply_adds: int
     """Multiply-adds of a forward pass as the paper's equations stand; the tables print them, in 1e9, as GFLOPs."""
 
+    def __str__(self) -> str:
+        return f"{self.params / 1e6:.2f} M parameters, {self.multiply_adds / 1e9:#.4g} GFLOPs"
+
 
 def measure(model: DiT) -> Cost:
     """Cost of a network, on whatever device it is (meta is quickest).

@@ -23,7 +23,6 @@ DIT_SIZES: dict[str, dict[str, int]] = {
     "L": {"hidden_size": 1024, "depth": 24, "num_heads": 16},
     "XL": {"hidden_size": 1152, "depth": 28, "num_heads": 16},
 }
-PATCH_SIZES = (2, 4, 8)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -223,9 +222,9 @@ def parse_size(size: str) -> dict[str, int]:
     """hidden_size, depth, num_heads and patch_size of a name such as S/2.
 
     Raises:
-        ValueError: not one of the sizes and patches.
+        ValueError: not one of the sizes, or no patch size.
     """
     name, _, patch = size.partition("/")
-    if name not in DIT_SIZES or patch not in map(str, PATCH_SIZES):
-        raise ValueError(f"size: {size!r} is not one of {', '.join(DIT_SIZES)}, a slash, and 2, 4 or 8")
+    if name not in DIT_SIZES or not patch.isdecimal() or int(patch) < 1:
+        raise ValueError(f"size: {size!r} is not one of {', '.join(DIT_SIZES)}, a slash, and a patch size such as 2")
     return {**DIT_SIZES[name], "patch_size": int(patch)}

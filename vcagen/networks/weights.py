@@ -2,7 +2,7 @@
 
 A checkpoint of a run is a folder `checkpoints/step_0000000/`, complete or absent, with `model.safetensors` (raw),
 `ema_DECAY.safetensors` (one a decay), `optimizer.safetensors` and `state.json`. Weights of ours carry the metadata
-{"format": 1, "config": ..., "data": ..., "step": ..., "ema_decay": ...}.
+{"format": 2, "config": ..., "data": ..., "step": ..., "ema_decay": ...}.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vcagen.system.files import atomic_file
+from vcagen.system.files import atomic_file, check_format, few, reading
 from vcagen.system.run_folder import list_checkpoints
 
 PREFIXES = ("module.", "_orig_mod.")
@@ -64,22 +64,12 @@ def read_metadata(path: str | Path) -> dict[str, Any] | None:
         text = (file.metadata() or {}).get("vcagen")
     if text is None:
         return None
-    try:
+    with reading(path):
         metadata = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged metadata: {error}") from None
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path}: damaged metadata: a {type(metadata).__name__}; expected an object")
-    if metadata.get("format") != 1:
-        raise ValueError(f"{path}: weights of format {metadata.get('format')!r}; this version reads format 1")
-    if metadata.keys() == {"format"}:
+        check_format(path, metadata)
+    if "config" not in metadata:
         raise ValueError(f"{path}: state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
-    kinds = {"config": dict, "data": dict, "step": int, "ema_decay": float | None}
-    for key, kind in kinds.items():
-        if key not in metadata or not isinstance(metadata[key], kind):
-            found = repr(metadata[key])[:40] if key in metadata else "missing"
-            raise ValueError(f"{path}: damaged metadata: {key}: {found}")
-    return metadata
+    return dict(metadata)
 
 
 def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
@@ -99,12 +89,15 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
         metadata = read_metadata(path)
         with _safetensors(path) as file:
             state_dict = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return Weights(_strip(path, state_dict), _set_name(metadata), metadata)
+        with reading(path):
+            name = _set_name(metadata)
+        return Weights(_strip(path, state_dict), name, metadata)
     content = _read_pickle(path)
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{path}: holds a {type(content).__name__}; a dict of tensors is needed")
-    found, args = content, _args(content)
-    name = "weights"
+    args = content.get("args")
+    args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else None
+    found, name = content, "weights"
     if isinstance(content.get("ema"), dict) and which == "ema":
         found, name = content["ema"], "ema"
     elif isinstance(content.get("model"), dict):
@@ -137,23 +130,11 @@ def _read_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = (
-            f"needs {name.group(1)}, which could run code; only tensors and plain values are read"
-            if name
-            else "damaged"
-        )
+        what = f"needs {name[1]}, which could run code; only tensors and plain values are read" if name else "damaged"
         raise ValueError(f"{path}: not a weights file that can be read safely: {what}") from None
     except Exception as error:  # a damaged file can fail anywhere in the unpickler
-        raise ValueError(
-            f"{path}: not a weights file: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
-
-
-def _args(content: dict[str, Any]) -> dict[str, Any] | None:
-    args = content.get("args")
-    if isinstance(args, argparse.Namespace):
-        return vars(args)
-    return args if isinstance(args, dict) else None
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise ValueError(f"{path}: not a weights file: {reason}") from None
 
 
 def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
@@ -181,14 +162,7 @@ def _is_weight(value: Any) -> bool:
 def _set_name(metadata: dict[str, Any] | None) -> str:
     if metadata is None:
         return "weights"
-    decay = metadata.get("ema_decay")
-    return "raw" if decay is None else f"ema_{decay}"
-
-
-def few(names: list[Any], limit: int = 3) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - limit
-    return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
+    return "raw" if metadata["ema_decay"] is None else f"ema_{metadata['ema_decay']}"
 
 
 # --- into a network ---
@@ -217,15 +191,11 @@ def load_into(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
             positions = wanted[patch].shape[-1] ** 2
             halves = state[key].reshape(positions, 2, -1, *state[key].shape[1:])  # (p * p, half, channel, D)
             state[key] = halves[:, 0].flatten(0, 1)
-    _check_shapes(wanted, state)
-    model.load_state_dict(state, strict=True)
-
-
-def _check_shapes(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     for key, value in wanted.items():
         if state[key].shape != value.shape:
             shapes = f"{tuple(state[key].shape)} in the file, {tuple(value.shape)} in the network"
             raise ValueError(f"weights: {key}: {shapes}{_likely(key)}")
+    model.load_state_dict(state, strict=True)
 
 
 CAUSES = {
@@ -293,13 +263,9 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     files = {"raw": checkpoints[step] / "model.safetensors"}
     averages = {path.name.removesuffix(".safetensors"): path for path in checkpoints[step].glob("ema_*.safetensors")}
     if weights == "ema" and averages:
-        metadata = read_metadata(next(iter(averages.values())))
-        try:
-            weights = f"ema_{(metadata or {})['config']['train']['ema_decays'][0]}"
-        except (KeyError, TypeError, IndexError):
-            raise ValueError(
-                f"{checkpoints[step]}: its averages do not say train.ema_decays; name one of them"
-            ) from None
+        file = next(iter(averages.values()))
+        with reading(file):
+            weights = f"ema_{(read_metadata(file) or {})['config']['train']['ema_decays'][0]}"
     files.update(sorted(averages.items()))
     if weights not in files or not files[weights].is_file():
         raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
@@ -316,7 +282,5 @@ def export_weights(run: str | Path, out: str | Path, *, weights: str = "ema", st
     if Path(out).exists():
         raise ValueError(f"out: {out} exists; choose another file")
     read = read_weights(source)
-    if read.metadata is None:
-        raise ValueError(f"{source}: no vcagen metadata in it; not a checkpoint of train.py")
-    save_weights(out, read.state_dict, read.metadata)
+    save_weights(out, read.state_dict, read.metadata or {})
     return source

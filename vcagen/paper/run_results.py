@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from vcagen.config.options import SAMPLER_OPTIONS
-from vcagen.system.files import read_yaml
+from vcagen.config.command_line import from_mapping
+from vcagen.config.options import Config
+from vcagen.system.files import read_yaml, reading
 from vcagen.training.metrics_log import read_log
 
-DIGITS_ACCURACY = "digits_accuracy"
-"""Metric: share of generated digits that a classifier trained on the real ones takes for their label."""
+NOT_COMPARED = ("format", "num_images", "batch", "process", "weights_sha256")
+"""What a manifest of images says of them that differs between the rows of a table, or tells nothing of the score."""
+
+
+class Column(Protocol):
+    """A column that a table file adds to its report: made without arguments, called for every scored run."""
+
+    title: str
+    form: str
+    """Format of its numbers."""
+
+    def __call__(self, samples: Path, sampling: Mapping[str, Any]) -> float | None:
+        """The number of a folder of samples and its manifest; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -27,126 +38,78 @@ class Score:
     """fid_50k, fd_pixels_2k and so on."""
     value: float
     metrics: dict[str, float]
-    manifest: dict[str, Any]
-    """What the score depends on, by fact; None where it is not known."""
+    facts: dict[str, Any]
+    """What the score depends on, beside the network."""
+    sampling: dict[str, Any]
+    """The manifest of the images; empty where sample.py did not make them."""
     warnings: list[str]
-
-    @property
-    def gaps(self) -> list[str]:
-        """Facts that are not known."""
-        return [name for name, value in self.manifest.items() if value is None]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResults:
     """What a run folder holds."""
 
     folder: Path
     seed: int | None
-    config: dict[str, Any]
-    """config.yaml; empty where there is none."""
+    config: Config | None
+    """config.yaml; None where there is none."""
     log: list[dict[str, Any]]
     """Lines of metrics.jsonl."""
     scores: list[Score]
+    """The newest evaluation first."""
+    columns: list[float | None]
+    """Further numbers of the newest."""
+
+    @property
+    def score(self) -> Score | None:
+        """The score that stands for the run."""
+        return self.scores[0] if self.scores else None
 
     @property
     def seconds_per_step(self) -> float | None:
         """Median over the lines of the log."""
         rates = [line["images_per_second"] for line in self.log if line.get("images_per_second")]
-        return self.config["train"]["batch_size"] / statistics.median(rates) if rates and self.config else None
+        return self.config.train.batch_size / statistics.median(rates) if rates and self.config else None
 
 
 def read_run(
-    folder: Path,
-    seed: int | None = None,
-    *,
-    measure: Callable[[Path, Mapping[str, Any]], dict[str, float]] | None = None,
-) -> Run:
+    folder: Path, seed: int | None = None, *, score: str | None = None, columns: Sequence[Column] = ()
+) -> RunResults:
     """Read a run folder; what is absent is empty.
 
     Args:
-        measure: further metrics of a folder of samples, given its result.
+        score: only evaluations with this metric. Default: all; the score is their first metric.
 
     Raises:
-        ValueError: a damaged file, or the configuration of something else.
+        ValueError: a damaged file, by its path.
     """
-    path = folder / "config.yaml"
-    config = read_config(path) if path.exists() else {}
-    log = read_log(folder)
-    scores = []
-    for file in sorted(folder.glob("samples/*/results*.json")):
-        try:
-            result = json.loads(file.read_text())
-            names = [name for name in result["metrics"] if re.match(r"(fid|fd_pixels)_", name)]
-            metrics = {**result["metrics"], **(measure(file.parent, result) if measure else {})}
-            value = result["metrics"][names[0]]
-            manifest = _manifest(names[0], result, config)
-            warnings = result.get("warnings") or []
-            wrong = [name for name, found in metrics.items() if not isinstance(found, int | float)]
-            wrong += [] if isinstance(warnings, list) else ["warnings"]
-            if wrong or not isinstance(manifest["images"], int | None):
-                raise TypeError(", ".join(wrong or ["n_samples"]))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: not a result of an evaluation ({type(error).__name__}: {error})") from error
-        scores.append(Score(file.parent, names[0], value, metrics, manifest, warnings))
-    return Run(folder, seed, config, log, scores)
+    config, path = None, folder / "config.yaml"
+    if path.exists():
+        with reading(path):
+            config = from_mapping(Config, read_yaml(path))
+    files = sorted(folder.glob("samples/*/results*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    scores = [found for file in files if (found := _read_score(file, score, config)) is not None]
+    values = [column(scores[0].folder, scores[0].sampling) for column in columns] if scores else []
+    return RunResults(folder, seed, config, read_log(folder), scores, values)
 
 
-NEEDED: dict[str, dict[str, Any]] = {
-    "model": {"size": str, "attention": str},
-    "process": {"name": str},
-    "data": {"horizontal_flip": bool},
-    "train": {"batch_size": int, "learning_rate": int | float, "precision": str},
-}
-"""What a report reads of config.yaml."""
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """config.yaml of a run.
-
-    Raises:
-        ValueError: a damaged file, or the configuration of something else.
-    """
-    config = read_yaml(path)
-    for part, kinds in NEEDED.items():
-        section = config.get(part) if isinstance(config, dict) else None
-        section = section if isinstance(section, dict) else {}
-        if wrong := [f"{part}.{key}" for key, kind in kinds.items() if not isinstance(section.get(key), kind)]:
-            raise ValueError(f"{path}: not the configuration of a run: {', '.join(wrong)} missing or of another kind")
-    return dict(config)
-
-
-def _manifest(name: str, result: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a score depends on, from its result, from what sample.py wrote beside the images, and from the run."""
-    made = result.get("sampling") or {}
-    reference, weights = result.get("reference") or {}, result.get("weights") or {}
-    options = [f"{option} {made[option]}" for option in SAMPLER_OPTIONS if option in made]
-    guidance = [f"{option} {made[option]}" for option in ("cfg_interval", "guided_channels") if option in made]
-    extractor = (result.get("extractor") or {}).get("name")
-    train = config.get("train")
-    return {
-        "score": name,
-        "images": result.get("n_samples"),
-        "sampler": ", ".join([made["sampler"], *options]) if "sampler" in made else None,
-        "guidance": ", ".join([str(made["cfg_scale"]), *guidance]) if "cfg_scale" in made else None,
-        "labels": made.get("labels"),
-        "seed": made.get("seed"),
-        "step": made.get("step"),
-        "ema_decay": "raw" if made.get("step") is not None and made.get("ema_decay") is None else made.get("ema_decay"),
-        "decoder": _short(made.get("vae")),
-        "precision": made.get("precision"),
-        "reference": _named(reference.get("kind"), reference.get("stats_sha256")),
-        "extractor": extractor if extractor == "pixels" else _named(weights.get("name"), weights.get("sha256")),
-        "training": train
-        and f"batch {train['batch_size']}, learning rate {train['learning_rate']:g}, "
-        + ("mirrors" if config["data"]["horizontal_flip"] else "no mirrors")
-        + ("" if train["precision"] == "no" else f", {train['precision']}"),
-    }
-
-
-def _short(text: Any) -> Any:
-    return text[:12] if isinstance(text, str) else text
-
-
-def _named(name: str | None, digest: str | None) -> str | None:
-    return f"{name} {digest[:12]}" if name and digest else None
+def _read_score(file: Path, name: str | None, config: Config | None) -> Score | None:
+    with reading(file):
+        result = json.loads(file.read_text())
+        metrics = {metric: float(value) for metric, value in result["metrics"].items()}
+        name = name or next(iter(metrics))
+        if name not in metrics:
+            return None
+        sampling, reference, weights = dict(result.get("sampling") or {}), result["reference"], result["weights"]
+        facts = {
+            **({key: value for key, value in sampling.items() if key not in NOT_COMPARED} or {"sampling": "unknown"}),
+            **({"vae": sampling["vae"][:12]} if "vae" in sampling else {}),
+            "images": result["n_samples"],
+            "reference": f"{reference['kind']} {reference['stats_sha256'][:12]}",
+            "extractor": f"{result['extractor']['name']} {weights.get('sha256', '')[:12]}".strip(),
+        }
+        if config is not None:
+            recipe = {"mirrors": config.data.horizontal_flip, "batch_size": config.train.batch_size,
+                      "learning_rate": config.train.learning_rate, "precision": config.train.precision}  # fmt: skip
+            facts |= {f"training {key}": value for key, value in recipe.items()}
+        return Score(file.parent, name, metrics[name], metrics, facts, sampling, list(result["warnings"]))

@@ -10,13 +10,13 @@ conventions of the public DiT code, which samples without clipping.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+from vcagen.processes.process import Model
 
 SPACINGS = ("ddpm", "ddim")
 
@@ -41,6 +41,8 @@ class GaussianDiffusion:
         betas, alphas_cumprod, posterior_log_variance: float64 tensors (num_timesteps,); the last with its first entry,
             which is -infinity, replaced by the second.
     """
+
+    outputs_per_channel = 2
 
     def __init__(self, num_timesteps: int = 1000, *, timesteps: Sequence[int] | None = None) -> None:
         if num_timesteps < 1:

@@ -8,18 +8,19 @@ With w the diffusion coefficient, every dx = (velocity + w score) dt + sqrt(2 w)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+from vcagen.processes.process import Model
 
 DIFFUSION_FORMS = ("constant", "SBDM", "sigma", "linear", "decreasing", "increasing-decreasing")
 
 
 class LinearInterpolant:
     """The process; `t` of every method is a tensor (N,) in [0, 1], or a float."""
+
+    outputs_per_channel = 1
 
     def interpolate(self, x_start: Tensor, noise: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
         """x_t and the velocity there, both (N, C, H, W)."""
@@ -46,7 +47,7 @@ class LinearInterpolant:
             return 1 - t
         if form == "decreasing":
             return 0.25 * (torch.cos(math.pi * t) + 1) ** 2
-        if form in ("increasing-decreasing", "inccreasing-decreasing"):  # the second is the public code's spelling
+        if form == "increasing-decreasing":
             return torch.sin(math.pi * t) ** 2
         raise ValueError(f"diffusion_form: {form}; choose from {', '.join(DIFFUSION_FORMS)}")
 

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
 
-from vcagen.build import build_model, build_process
+from vcagen.build import build_model, build_process, rehearse, resolve_sampling, sampler_options
 from vcagen.config.command_line import from_mapping
-from vcagen.config.options import Config, ModelConfig, ProcessConfig
+from vcagen.config.options import Config, ModelConfig, ProcessConfig, SamplingConfig
 from vcagen.data.latents import DataSpec, vae_options
 from vcagen.data.vae import DEFAULT_VAE, LatentVAE
-from vcagen.networks.dit import DIT_SIZES, DiT
-from vcagen.networks.weights import architecture, find_weights, load_into, read_weights
-from vcagen.processes.diffusion import GaussianDiffusion
-from vcagen.processes.flow import LinearInterpolant
-from vcagen.system.files import sha256
+from vcagen.networks.dit import DIT_SIZES
+from vcagen.networks.weights import Weights, architecture, find_weights, load_into, read_weights
+from vcagen.processes.guidance import with_cfg
+from vcagen.processes.process import Model, NonFiniteError, Process
+from vcagen.processes.samplers import SAMPLERS
+from vcagen.sampling.image_store import to_pil
+from vcagen.sampling.noise import LabelRule, SeededNoise
+from vcagen.system.files import reading, sha256
 
 
 @dataclass(frozen=True)
 class LoadedRun:
     """A trained network with all that sampling needs."""
 
-    model: DiT
-    """In eval mode, on the device."""
-    process: GaussianDiffusion | LinearInterpolant
+    network: Model
+    """In eval mode, on the VAE's device."""
+    process: Process
     vae: LatentVAE
     config: Config
     """Of the training run; of a public file what its shapes tell, the rest at its defaults."""
@@ -50,9 +55,103 @@ class LoadedRun:
         channels = self.vae.channels if self.vae.is_identity else 3
         return channels, self.data.height * scale, self.data.width * scale
 
+    @property
+    def null_label(self) -> int | None:
+        """The label of "no class"; None for a network without."""
+        return self.data.num_classes if self.config.model.class_dropout_prob > 0 else None
 
-def load_run(
-    path: str | Path,
+    def sampling(self, **options: Any) -> SamplingConfig:
+        """The run's own sampling section with other options, checked.
+
+        Raises:
+            ValueError: an option that does not exist, would do nothing, or that the sampler or the guidance refuses.
+        """
+        settings = resolve_sampling(self.config.sampling, options, self.config.process.name)
+        channels = self.data.channels
+        if settings.guided_channels is not None and settings.guided_channels > channels:
+            raise ValueError(f"guided_channels: {settings.guided_channels}; the latents have {channels}")
+        rehearse(settings, self.process, null_label=self.null_label)
+        return settings
+
+    @torch.no_grad()
+    def images(
+        self,
+        indices: Sequence[int],
+        y: Tensor,
+        *,
+        settings: SamplingConfig,
+        noise: SeededNoise,
+        decode_batch: int | None = None,
+    ) -> Tensor:
+        """Images of these indices and labels y (N,), in one batch: uint8 (N, C, H, W).
+
+        Raises:
+            ValueError: NaN or infinity in an image, by index.
+        """
+        assert settings.sampler is not None, "`sampling` names the sampler"
+        start = noise.initial(indices, self.latent_shape, self.vae.device)  # (N, C, h, w), from (seed, index) alone
+        predict = with_cfg(
+            self.network, y.to(self.vae.device), cfg_scale=settings.cfg_scale, null_label=self.null_label,
+            guided_channels=settings.guided_channels, interval=settings.cfg_interval,
+        )  # fmt: skip
+        sample = SAMPLERS[settings.sampler].function
+        try:
+            latents = sample(
+                self.process, predict, start, randn_like=noise.of_steps(indices), **sampler_options(settings)
+            )
+            return self.vae.decode(latents, batch=decode_batch)
+        except NonFiniteError as error:
+            raise ValueError(f"image {indices[error.rows[0]]}: {error}; nothing is written of its chunk") from error
+
+    def sample(
+        self,
+        labels: str | Sequence[int | str] | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        seed: int = 0,
+        batch: int = 64,
+        output: str = "pil",
+        **options: Any,
+    ) -> list[Image.Image] | Tensor:
+        """Sample images: the very ones that sample.py makes of the same seed, indices, labels, options and batch.
+
+        Args:
+            labels: a label or class name for each image, or a rule of sample.py. Default: the run's rule.
+            indices: which images. Default: the first ones, as many as labels; of a rule 16.
+            batch: images a network call; a chunk is always whole, so a small batch spares the time of a few images.
+            output: pil, or tensor for uint8 (N, C, H, W).
+            options: of SamplingConfig, such as cfg_scale or num_steps. Default: the run's own.
+
+        Raises:
+            ValueError: a label, an index or an option that is not possible.
+        """
+        if output not in ("pil", "tensor"):
+            raise ValueError(f"output: {output!r}; choose pil or tensor")
+        labels = self.config.sampling.labels if labels is None else labels
+        each = not isinstance(labels, str)
+        if indices is None:
+            indices = range(len(labels) if each else options.get("num_images", 16))
+        if each and len(labels) != len(indices):
+            raise ValueError(f"labels: {len(labels)} for {len(indices)} images")
+        if batch < 1 or min(indices, default=0) < 0:
+            raise ValueError(f"batch: {batch}, indices: {list(indices)[:5]}; needs 1 and 0 or more")
+        settings, noise = self.sampling(**options), SeededNoise(seed)
+        rule = LabelRule(labels, self.data.num_classes, self.data.class_names)
+        label_of = dict(zip(indices, rule.given, strict=True)) if each else {}
+        made: dict[int, Tensor] = {}
+        for chunk in sorted({index // batch for index in indices}):
+            whole = range(chunk * batch, (chunk + 1) * batch)
+            y = torch.tensor([label_of.get(i, 0) for i in whole]) if each else rule(whole, noise)
+            pixels = self.images(whole, y, settings=settings, noise=noise)
+            made.update(zip(whole, pixels.cpu(), strict=True))
+        chosen = [made[i] for i in indices]
+        if output == "tensor":
+            return torch.stack(chosen)
+        return [to_pil(image.permute(1, 2, 0).numpy()) for image in chosen]
+
+
+def load(
+    source: str | Path,
     *,
     weights: str | None = None,
     step: int | None = None,
@@ -71,66 +170,44 @@ def load_run(
     Raises:
         ValueError: nothing to load there, damaged metadata, weights that do not fit, or a VAE that does not.
     """
-    path = Path(path)
+    path = Path(source)
     if path.is_dir():
         path = find_weights(path, weights=weights or "ema", step=step)
     elif step is not None:
         raise ValueError(f"step: {path} is one file; steps are of run folders")
     read = read_weights(path, which="raw" if weights == "raw" else "ema")
-    if read.metadata is not None:
+    if read.metadata is None:
+        config, data, opened = _public(path, read, process, vae, device)
+        step = ema_decay = None
+    else:
         if weights not in (None, "ema", read.name):
             raise ValueError(f"weights: {path} holds {read.name}, not {weights}")
-        with _damage_named(path):
+        with reading(path):
             config = from_mapping(Config, read.metadata["config"])
             data = DataSpec.from_dict(read.metadata["data"])
             opened = LatentVAE.from_description(data.vae, path=vae, **vae_options(config.vae, device))
+            step, ema_decay = read.metadata["step"], read.metadata["ema_decay"]
+            if process not in (None, config.process.name):
+                raise ValueError(f"process: {process}; the weights were trained for {config.process.name}")
             if opened.channels != data.channels:
                 raise ValueError(f"damaged metadata ({opened.channels} and {data.channels} latent channels)")
-    else:
-        with _damage_named(path):
-            found = architecture(read.state_dict)
-        config = public_config(path, found, read.args or {}, process)
-        opened = LatentVAE(vae or DEFAULT_VAE, channels=int(found["in_channels"]), device=device)
-        side = int(found["grid"] * found["patch_size"])
-        num_classes = int(found["num_labels"]) - 1
-        description = opened.description()
-        data = DataSpec(
-            channels=opened.channels, height=side, width=side, num_classes=num_classes, class_names=(),
-            image_size=side * opened.downsample, vae=description,
-        )  # fmt: skip
     if opened.is_identity and (opened.channels not in (1, 3) or opened.downsample != 1):
         raise ValueError(f"vae: identity; {path} has {opened.channels} latent channels, images have 1 or 3")
     if not opened.is_identity and data.vae["sha256"] is None:
         raise ValueError(f"vae: {vae}; {path} was trained on the pixels, without a VAE")
-    with _damage_named(path):
-        model = build_model(config.model, config.process, data)
-        load_into(model, read.state_dict)
-    metadata = read.metadata or {"step": None, "ema_decay": None}
+    with reading(path):
+        network = build_model(config.model, config.process, data)
+        load_into(network, read.state_dict)
     return LoadedRun(
-        model=model.to(device).eval().requires_grad_(False),
-        process=build_process(config.process),
-        vae=opened,
-        config=config,
-        data=data,
-        step=metadata["step"],
-        ema_decay=metadata["ema_decay"],
-        weights_sha256=sha256(path),
-    )
+        network.to(device).eval().requires_grad_(False), build_process(config.process), opened, config, data, step,
+        ema_decay, sha256(path),
+    )  # fmt: skip
 
 
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Turn whatever odd metadata or weights lead to into a ValueError that names the file."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise ValueError(f"{path}: damaged metadata ({type(error).__name__}: {error})") from error
-
-
-def public_config(path: Path, found: dict[str, int | float], args: dict[str, Any], process: str | None) -> Config:
-    """The configuration of a public file: named size by the width, process by the argument, else by what is stored.
+def _public(
+    path: Path, read: Weights, process: str | None, vae: str | None, device: torch.device | str
+) -> tuple[Config, DataSpec, LatentVAE]:
+    """What the shapes of a public DiT or SiT file tell: named size by the width, process by the name or arguments.
 
     Both kinds have twice the output channels, so the shapes do not tell DiT from SiT: training arguments of SiT, or one
     of the two in the file's name, do.
@@ -138,20 +215,29 @@ def public_config(path: Path, found: dict[str, int | float], args: dict[str, Any
     Raises:
         ValueError: a width of no named size, or a process that cannot be told.
     """
+    with reading(path):
+        found = architecture(read.state_dict)
     names = {sizes["hidden_size"]: name for name, sizes in DIT_SIZES.items()}
     if found["hidden_size"] not in names:
         raise ValueError(f"{path}: width {found['hidden_size']}, of no named size; the number of heads is not known")
     if "grid" not in found:
         raise ValueError(f"{path}: pos_embed missing; a public DiT or SiT file has it")
-    told = {name for word, name in (("dit", "diffusion"), ("sit", "flow")) if word in path.name.lower()}
-    if found["out_channels"] == found["in_channels"] or "path_type" in args:
+    words = re.findall(r"dit|sit", path.name.lower())
+    told = {"diffusion" if word == "dit" else "flow" for word in words}
+    if found["out_channels"] == found["in_channels"] or "path_type" in (read.args or {}):
         told = {"flow"}
     if process is None and len(told) != 1:
         raise ValueError(f"process: {path} does not tell whether it is DiT or SiT; give --process diffusion or flow")
-    learned = ProcessConfig(name="flow" if (process or told.pop()) == "flow" else "diffusion")
     size = f"{names[int(found['hidden_size'])]}/{found['patch_size']}"
-    return Config(
+    config = Config(
         run_dir="",
         model=ModelConfig(size=size, depth=int(found["depth"]), mlp_ratio=found["mlp_ratio"]),
-        process=learned,
+        process=ProcessConfig(name=process or told.pop()),
     )
+    opened = LatentVAE(vae or DEFAULT_VAE, channels=int(found["in_channels"]), device=device)
+    side = int(found["grid"] * found["patch_size"])
+    data = DataSpec(
+        channels=opened.channels, height=side, width=side, num_classes=int(found["num_labels"]) - 1, class_names=(),
+        image_size=side * opened.downsample, vae=opened.description(),
+    )  # fmt: skip
+    return config, data, opened

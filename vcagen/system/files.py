@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,31 +102,46 @@ def write_json(path: str | Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n")
 
 
-def read_record(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file.
+FORMAT = 2
+"""Format of every file that later commands read again."""
 
-    Raises:
-        ValueError: the file holds something else.
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turn whatever fails while one of our files is read into one ValueError that names it.
+
+    Our files are complete or absent and carry a format number, so that there is nothing more to check one by one.
     """
     try:
-        value = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: damaged (a JSON {type(value).__name__}, not an object)")
-    return value
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if type(error) is ValueError and str(path) in str(error):
+            raise
+        what = f"damaged ({type(error).__name__}: {error})"
+        raise ValueError(f"{path}: {error if type(error) is ValueError else what}") from error
 
 
-def read_manifest(path: str | Path) -> dict[str, Any]:
-    """A manifest.json of sample.py.
+def check_format(path: str | Path, record: Any) -> None:
+    """Raise ValueError where a record is not of this version's format."""
+    found = record.get("format") if isinstance(record, dict) else None
+    if found == 1:
+        raise ValueError(f"{path}: format 1, which commit a5c3076 of vcagen reads; this version reads format {FORMAT}")
+    if found != FORMAT:
+        raise ValueError(f"{path}: damaged, or not written by vcagen (format {found!r})")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The record in a JSON file of ours.
 
     Raises:
-        ValueError: no JSON object, or num_images is no integer.
+        ValueError: the file holds something else, or is of another format.
     """
-    manifest = read_record(path)
-    if type(count := manifest.get("num_images")) is not int:
-        raise ValueError(f"{path}: damaged (num_images: {count!r} is no integer)")
-    return manifest
+    with reading(path):
+        record = json.loads(Path(path).read_text())
+        check_format(path, record)
+        return dict(record)
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -136,9 +151,17 @@ def read_yaml(path: str | Path) -> Any:
         ValueError: not such a file.
     """
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: damaged: not YAML: {error}") from error
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+
+
+def few(names: Sequence[object], limit: int = 3) -> str:
+    """The first names for a one-line message, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(map(str, names[:limit])) + (f" and {more} more" if more > 0 else "")
 
 
 def sha256(path: str | Path) -> str:

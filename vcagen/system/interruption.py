@@ -2,68 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
-import torch
-import torch.distributed as dist
+from accelerate import Accelerator
+
+EVERY = 4
+"""Calls between two looks at the other processes: each look waits for the device."""
 
 
-class GracefulStop:
-    """Turns SIGTERM and SIGINT into a flag that all processes agree on at a step.
+class Interruption:
+    """Turns SIGTERM and SIGINT into an answer on which all processes agree. A second Ctrl-C interrupts at once.
 
-    `agreed()` is called once a step by every process. It starts to share the host-side flag over a gloo group and
-    returns what was shared a step earlier: nobody waits for the device, and all processes stop after the same step. A
-    second Ctrl-C interrupts at once. With several processes a signal that is not followed by a step within `patience`
-    seconds ends the process: a peer has died and the step will never come (or a checkpoint or preview took longer).
+    A process whose peer has died waits in a collective call and never answers: the launcher kills it.
     """
 
-    def __init__(self, patience: float = 25.0) -> None:
-        self.patience = patience
-        self.requested = False
-        self._group: Any = None
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
-        self._timer: threading.Timer | None = None
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._requested = False
+        self._calls = 0
 
-    def __enter__(self) -> GracefulStop:
+    def __enter__(self) -> Interruption:
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._pending is not None and error is None:
-            self._pending[1].wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self._requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
-        if self._group is not None and self._timer is None:
-            self._timer = threading.Timer(self.patience, os._exit, (128 + number,))
-            self._timer.daemon = True
-            self._timer.start()
+        self._requested = True
 
     def agreed(self) -> bool:
-        """Whether any process had been asked to stop by its previous call (alone: by now)."""
-        if self._group is None:
-            return self.requested
-        stop = False
-        if self._pending is not None:
-            flag, work = self._pending
-            work.wait()
-            stop = bool(flag.item())  # a CPU tensor
-        flag = torch.tensor([int(self.requested)])
-        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-        if stop and self._timer is not None:
-            self._timer.cancel()
-        return stop
+        """Whether to stop: the same for all processes, which all call it once a step."""
+        if self._accelerator.num_processes == 1:
+            return self._requested
+        self._calls += 1
+        if self._calls % EVERY:
+            return False
+        if self._requested:
+            self._accelerator.set_trigger()
+        return bool(self._accelerator.check_trigger())

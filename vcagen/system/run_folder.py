@@ -1,9 +1,13 @@
-"""Where the parts of a run folder lie."""
+"""Where the parts of a run folder lie, and its lock."""
 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 
 def list_checkpoints(run: str | Path) -> dict[int, Path]:
@@ -21,3 +25,18 @@ def checkpoint_folder(run: str | Path, step: int) -> Path:
 def latest_checkpoint(run: str | Path) -> Path | None:
     """The checkpoint with the highest step, or None."""
     return next(reversed(list_checkpoints(run).values()), None)
+
+
+def lock_run(run: str | Path) -> AbstractContextManager[Any] | None:
+    """Take a run folder for one training: what releases it on exit, or None where another process has it.
+
+    The lock ends with its process, also with one that is killed while its loader workers live on. On a file system
+    without locks it keeps nobody out.
+    """
+    Path(run).mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(Path(run) / ".lock", fallback_to_soft=False).acquire(blocking=False)
+    except Timeout:
+        return None
+    except OSError:
+        return nullcontext()

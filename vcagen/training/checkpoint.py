@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from vcagen.config.options import MUTABLE, Config, flat, may_change, plain
-from vcagen.networks.weights import save_weights
-from vcagen.system.files import atomic_file, atomic_folder, read_record, read_yaml, write_json
+from vcagen.config.options import MUTABLE, Config, flatten, may_change, to_plain
+from vcagen.data.latents import DataSpec
+from vcagen.networks.weights import read_metadata, save_weights
+from vcagen.system.files import FORMAT, atomic_folder, few, read_json, reading, write_json
 from vcagen.system.run_folder import checkpoint_folder, latest_checkpoint, list_checkpoints
 from vcagen.training.ema import EMA
 
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""Whole tensors on the CPU, to save those of the main process; each process reads the files for itself."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter."""
 
-def check_same_run(run: Path, config: Config) -> None:
-    """Check that the configuration is that of the run, where one has been started and saved there.
+
+def check_same_run(run_dir: Path, config: Config) -> None:
+    """Check that the configuration is that of the run, where one has been saved there.
 
     Raises:
-        ValueError: fields of the existing run that differ and may not, one by one; a damaged config.yaml.
+        ValueError: fields that differ and may not, one by one; a checkpoint of an earlier version.
     """
-    path = run / "config.yaml"
-    if latest_checkpoint(run) is not None:
-        theirs = read_yaml(path)
-        if not isinstance(theirs, dict):
-            raise ValueError(f"{path}: damaged: not a configuration")
-        theirs, ours = flat(theirs), flat(plain(config))
-        differences = [
-            f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
-            for key in {**theirs, **ours}
-            if key != "run_dir" and not may_change(key) and theirs.get(key) != ours.get(key)
-        ]
-        if differences:
-            raise ValueError(f"{run}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
+    if (newest := latest_checkpoint(run_dir)) is None:
+        return
+    theirs, ours = flatten(_metadata(newest)["config"]), flatten(to_plain(config))
+    differences = [
+        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
+        for key in {**theirs, **ours}
+        if key != "run_dir" and not may_change(key) and theirs.get(key) != ours.get(key)
+    ]
+    if differences:
+        raise ValueError(f"{run_dir}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
 
 
-def write_config(run: Path, config: Config) -> None:
-    """Write config.yaml into the run folder."""
-    with atomic_file(run / "config.yaml") as temporary:
-        temporary.write_text(yaml.safe_dump(plain(config), sort_keys=False))
+def check_same_data(run_dir: Path, data: DataSpec) -> None:
+    """Raise ValueError where a run goes on with data of other classes, size or VAE than it was started with."""
+    newest = latest_checkpoint(run_dir)
+    if newest is not None and (differences := data.differences(DataSpec.from_dict(_metadata(newest)["data"]))):
+        raise ValueError(f"data: not that of {newest}: {'; '.join(differences)}")
+
+
+def _metadata(checkpoint: Path) -> dict[str, Any]:
+    return read_metadata(checkpoint / "model.safetensors") or {}
 
 
 def save_checkpoint(
-    run: Path,
+    run_dir: Path,
     step: int,
     network: nn.Module,
     emas: list[EMA],
@@ -66,29 +78,22 @@ def save_checkpoint(
         metadata: of the weights files; step and ema_decay are added.
         state: what else the run needs, JSON-able.
     """
-    names = [name for name, _ in network.named_parameters()]
-    raw = {name: _full(parameter, main) for name, parameter in network.named_parameters()}
-    averaged = [{name: _full(a, main) for name, a in zip(names, ema.averages, strict=True)} for ema in emas]
-    moments = {
-        f"{name}.{key}": _full(value, main)
-        for name, parameter in network.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    if not main:
-        return
-    with atomic_folder(checkpoint_folder(run, step)) as folder:
-        save_weights(folder / "model.safetensors", raw, {**metadata, "step": step, "ema_decay": None})
-        for ema, weights in zip(emas, averaged, strict=True):
-            described = {**metadata, "step": step, "ema_decay": ema.decay}
-            save_weights(folder / f"ema_{ema.decay}.safetensors", weights, described)
-        save_weights(folder / "optimizer.safetensors", moments, {"format": 1})
-        write_json(folder / "state.json", {"step": step, **state})
-    newest = checkpoint_folder(run, step) / f"ema_{emas[0].decay}.safetensors"
-    with atomic_file(run / "weights.safetensors", sync=False) as temporary:
-        try:
-            os.link(newest, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(newest, temporary)
+    with atomic_folder(checkpoint_folder(run_dir, step)) if main else nullcontext() as folder:
+
+        def save(name: str, tensors: Mapping[str, Any], metadata: dict[str, Any]) -> None:
+            if folder is not None:
+                save_weights(folder / f"{name}.safetensors", tensors, metadata)
+
+        weights = get_model_state_dict(network, options=WHOLE)
+        save("model", weights, {**metadata, "step": step, "ema_decay": None})
+        for ema in emas:
+            with ema.applied(network.parameters()):
+                weights = get_model_state_dict(network, options=WHOLE)
+                save(f"ema_{ema.decay}", weights, {**metadata, "step": step, "ema_decay": ema.decay})
+        moments: Any = get_optimizer_state_dict(network, optimizer, options=WHOLE).get("state", {})
+        save("optimizer", flatten(moments), {"format": FORMAT})
+        if folder is not None:
+            write_json(folder / "state.json", {"format": FORMAT, "step": step, **state})
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -98,52 +103,52 @@ def read_state(folder: Path) -> dict[str, Any]:
         ValueError: a damaged file.
     """
     path = folder / "state.json"
-    state = read_record(path)
-
-    def check(part: dict[str, Any], kinds: dict[str, Any]) -> None:
-        for key, kind in kinds.items():
-            if key not in part or not isinstance(part[key], kind):
-                raise ValueError(f"{path}: damaged: {key}: {part.get(key, 'missing')!r}")
-
-    check(state, {"step": int, "num_items": int, "num_processes": int, "meter": dict, "scaler": dict | None})
-    check(state["meter"], {"sums": dict, "images": int})
-    check(state["meter"]["sums"], dict.fromkeys(state["meter"]["sums"], int | float))
-    return state
-
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+    with reading(path):
+        state = read_json(path)
+        return {key: state[key] for key in ("step", "num_items", "num_processes", "losses", "scaler")}
 
 
 def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer: torch.optim.Optimizer) -> None:
-    """Restore weights, averages and optimizer in place. Files are mapped, so a machine holds them once.
+    """Restore weights, averages and optimizer in place.
 
     Raises:
         ValueError: a damaged file, an average that the checkpoint does not have, or tensors that do not fit.
     """
-    names = [name for name, _ in network.named_parameters()]
-    _copy(folder / "model.safetensors", names, list(network.parameters()))
+    shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     for ema in emas:
         path = folder / f"ema_{ema.decay}.safetensors"
         if not path.exists():
             raise ValueError(f"train.ema_decays: {folder} has no average with decay {ema.decay}")
-        _copy(path, names, ema.averages)
-    # The groups (learning rate, ...) are those of the configuration, the moments those of the file.
-    parameters = dict(network.named_parameters())
-    with _opened(folder / "optimizer.safetensors") as file:
-        names = file.keys()
-        owners = {name.rpartition(".")[0] for name in names}
-        _check_names(names, [f"{owner}.{key}" for owner in owners & parameters.keys() or parameters for key in MOMENTS])
-        for name in names:
-            owner, _, key = name.rpartition(".")
-            parameter = parameters[owner]
-            optimizer.state[parameter][key] = _read(file, name, parameter, scalar=key == "step").clone()
+        with ema.applied(network.parameters()):
+            set_model_state_dict(network, _read(path, shapes), options=WHOLE)
+    weights = _read(folder / "model.safetensors", shapes)
+    set_model_state_dict(network, weights, options=WHOLE)
+
+    trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+    shapes = {f"{name}.{key}": () if key == "step" else shapes[name] for name in trained for key in MOMENTS}
+    moments = _read(folder / "optimizer.safetensors", shapes)
+    state = {name: {key: moments[f"{name}.{key}"] for key in MOMENTS} for name in trained}
+    (group,) = optimizer.param_groups  # learning rate and all are those of the configuration
+    whole: dict[str, Any] = {"state": state, "param_groups": [{**group, "params": trained}]}
+    set_optimizer_state_dict(network, optimizer, whole, options=WHOLE)
 
 
-def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
+def _read(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The tensors of a safetensors file, which must be those; mapped, so that a machine holds them once."""
+    with reading(path):
+        tensors = load_file(path)
+        if wrong := sorted(tensors.keys() ^ shapes.keys()):
+            raise ValueError(f"damaged: {few(wrong)} missing or too many")
+        for name, value in tensors.items():
+            if tuple(value.shape) != shapes[name]:
+                raise ValueError(f"damaged: {name}: shape {tuple(value.shape)}; needs {shapes[name]}")
+        return tensors
+
+
+def prune_checkpoints(run_dir: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all checkpoints but the newest and those at multiples of `keep_every` (0: none)."""
-    checkpoints = list_checkpoints(run)
-    for step in list(checkpoints)[: -max(keep_last, 1)]:
+    checkpoints = list_checkpoints(run_dir)
+    for step in list(checkpoints)[:-keep_last]:
         if keep_every and step % keep_every == 0:
             continue
         # Renamed first: a deletion that is cut short must not leave something that looks complete.
@@ -153,65 +158,8 @@ def prune_checkpoints(run: Path, *, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed)
 
 
-LEFTOVERS = (
-    ".config.yaml.[0-9]*.tmp",
-    ".metrics.jsonl.[0-9]*.tmp",
-    ".weights.safetensors.[0-9]*.tmp",
-    "checkpoints/.step_[0-9]*.tmp",
-    "previews/.step_[0-9]*.tmp",
-)
-"""What `atomic_file` and `atomic_folder` call the files of a training while they are written."""
-
-
-def remove_leftovers(run: Path) -> None:
-    """Delete what a training that was killed left half-written."""
-    for path in [path for pattern in LEFTOVERS for path in run.glob(pattern)]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _full(tensor: Tensor, keep: bool) -> Tensor:
-    """The whole tensor on the CPU, where it is to be kept; all processes take part where it is sharded."""
-    tensor = tensor.detach()
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.cpu() if keep else torch.empty(0)
-
-
-@torch.no_grad()
-def _copy(path: Path, names: list[str], targets: list[Tensor]) -> None:
-    with _opened(path) as file:
-        _check_names(file.keys(), names)
-        for name, target in zip(names, targets, strict=True):
-            target.copy_(_read(file, name, target))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; what is wrong with it is told with its path."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
-
-
-def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
-    if wrong := set(found) ^ set(wanted):
-        raise ValueError(f"{', '.join(sorted(wrong)[:3])} missing or too many")
-
-
-def _read(file: Any, name: str, like: Tensor, *, scalar: bool = False) -> Tensor:
-    value, shape = file.get_tensor(name), () if scalar else tuple(like.shape)
-    if value.shape != shape:
-        raise ValueError(f"{name}: shape {tuple(value.shape)}; needs {shape}")
-    return _placed(value, like)
-
-
-def _placed(value: Tensor, like: Tensor) -> Tensor:
-    """On the device of `like`, and sharded as it is; the step counter of the optimizer is a scalar and is not."""
-    value = value.to(like.device)
-    if isinstance(like, DTensor) and value.ndim == like.ndim:
-        return distribute_tensor(value, like.device_mesh, like.placements)
-    return value
+def remove_leftovers(run_dir: Path) -> None:
+    """Delete what a training that was killed left half-written, by the names that `atomic_file` gives."""
+    for folder in (run_dir, run_dir / "checkpoints", run_dir / "previews"):
+        for path in folder.glob(".*.[0-9]*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,9 +1,10 @@
-"""metrics.jsonl: means of the loss parts between log lines, summed on the device until a line is written."""
+"""metrics.jsonl: a line every so many steps, with the means of the loss and its parts since the line before."""
 
 from __future__ import annotations
 
 import json
-import resource
+import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,92 +13,110 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from vcagen.system.files import atomic_file
+from vcagen.system.files import atomic_file, reading
+from vcagen.system.run_folder import latest_checkpoint
 
 
-class Meter:
-    """Sums of the loss parts over the images of all processes, and the lines made of them."""
+class MetricsLog:
+    """The losses since the last line. They stay on the device until a line or a checkpoint needs them."""
 
-    def __init__(self, accelerator: Accelerator, path: Path) -> None:
+    def __init__(self, accelerator: Accelerator, run_dir: Path) -> None:
         self.accelerator = accelerator
-        self.path = path
-        self.sums: dict[str, Tensor] = {}
+        self.run_dir = run_dir
+        self.sums: dict[str, float] = {}
+        """Sums of the parts over the images of all processes since the last line, as far as they have been read."""
         self.images = 0
-        """Images of the global batches that are in the sums."""
-        self.restart()
+        """Images of all processes since the last line."""
+        self._unread: list[tuple[int, Tensor]] = []
+        """Steps, and sums of the parts (parts,) over local images, on the device."""
+        self._parts: list[str] = []
+        self.restart_clock()
 
-    def add(self, sums: dict[str, Tensor], images: int) -> None:
-        """Add a step: sums over the local images, on the device, and the number of images of the global batch."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.images += images
+    def add(self, step: int, losses: dict[str, Tensor]) -> None:
+        """Add the parts of the loss, each (n,), of some local images in that step. Does not wait for the device."""
+        self._parts = list(losses)
+        self._unread.append((step, torch.stack([part.detach().sum() for part in losses.values()])))
+        self.images += len(losses["loss"]) * self.accelerator.num_processes
 
-    def restart(self) -> None:
-        """Begin timing anew, without the time of a checkpoint or a preview."""
-        self._since, self._since_images = time.perf_counter(), self.images
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sums since the last line. Waits for the device.
+
+        Raises:
+            ValueError: a loss that is not finite, in any process; names the step.
+        """
+        if self._unread:
+            steps, sums = zip(*self._unread, strict=True)
+            rows = self.accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
+            for step, row in zip(steps, rows, strict=True):
+                if not all(map(math.isfinite, row)):
+                    newest = latest_checkpoint(self.run_dir)
+                    saved = "no checkpoint yet" if newest is None else f"the last checkpoint is {newest.name}"
+                    raise ValueError(f"loss: not finite at step {step}; {saved}")
+                for part, total in zip(self._parts, row, strict=True):
+                    self.sums[part] = self.sums.get(part, 0.0) + total
+            self._unread.clear()
+        return {"sums": self.sums, "images": self.images}
 
     def write(self, step: int, **values: float | None) -> dict[str, Any]:
-        """Append the line of a step and begin the next. Waits for the device."""
+        """Append the line of a step, return it, and begin the next. Waits for the device.
+
+        Raises:
+            ValueError: as `state`.
+        """
         totals = self.state()["sums"]
         seconds = time.perf_counter() - self._since
         line = {
             "step": step,
-            **{name: total / self.images for name, total in totals.items()},
+            **{part: total / self.images for part, total in totals.items()},
             **values,
-            "images_per_second": (self.images - self._since_images) / seconds,
-            "memory_bytes": self._memory(),
+            "images_per_second": (self.images - self._images_before) / seconds,
+            "memory_bytes": peak_memory(self.accelerator.device),
             "seconds": seconds,
         }
         if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
+            with (self.run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.accelerator.log({name: v for name, v in line.items() if name != "step" and v is not None}, step=step)
         self.sums, self.images = {}, 0
-        self.restart()
+        self.restart_clock()
         return line
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the sums over all processes. Waits for the device."""
-        if not self.sums:
-            return {"sums": {}, "images": 0}
-        names = sorted(self.sums)
-        totals = self.accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum").tolist()
-        return {"sums": dict(zip(names, totals, strict=True)), "images": self.images}
+    def restart_clock(self) -> None:
+        """Leave the time until now, of a checkpoint or a preview, out of the speed."""
+        self._since, self._images_before = time.perf_counter(), self.images
 
-    def resume(self, state: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-        """Go on from a checkpoint: its sums, and the lines up to its step; later ones will be written again."""
-        share = 1.0 if self.accelerator.is_main_process else 0.0
-        device = self.accelerator.device
-        self.sums = {name: torch.tensor(share * total, device=device) for name, total in state["sums"].items()}
-        self.images = state["images"]
-        self.restart()
-        if self.accelerator.is_main_process and self.path.exists():
-            with atomic_file(self.path) as temporary:
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def resume(self, state: dict[str, Any], step: int) -> None:
+        """Go on from the sums of a checkpoint. Lines after its step go, since those steps are done again.
 
-    def _memory(self) -> int:
-        """Peak bytes on the GPU, or of the process."""
-        device = self.accelerator.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        Raises:
+            ValueError: a damaged log.
+        """
+        self.sums, self.images = dict(state["sums"]), state["images"]
+        log, path = read_log(self.run_dir, until=step), self.run_dir / "metrics.jsonl"
+        if self.accelerator.is_main_process and path.exists():
+            with atomic_file(path) as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
-def read_log(run: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; a last line that was cut short is left out.
+def peak_memory(device: torch.device) -> int | None:
+    """Peak bytes on the GPU, or of the process; None on Windows."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def read_log(run_dir: Path, *, until: float = math.inf) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl up to a step. A last line that was cut short is left out.
 
     Raises:
-        ValueError: a line that is no JSON object of numbers with a step.
+        ValueError: a damaged log.
     """
-    path = run / "metrics.jsonl"
-    try:
+    path = run_dir / "metrics.jsonl"
+    with reading(path):
         text = path.read_text() if path.exists() else ""
         log = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
-    for number, line in enumerate(log, start=1):
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise ValueError(f"{path}: damaged: line {number} is not an object with a step")
-        if wrong := [name for name, value in line.items() if not isinstance(value, int | float | None)]:
-            raise ValueError(f"{path}: damaged: line {number}: {wrong[0]}: {line[wrong[0]]!r} is no number")
-    return log
+        return [line for line in log if line["step"] <= until]

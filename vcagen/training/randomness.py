@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vcagen.processes.process import Process
 
 
 def hashed_seed(*parts: object) -> int:
@@ -33,14 +34,12 @@ class StepSampler:
         horizontal_flip: toss a fair coin for the mirror image; off: never.
 
     Raises:
-        ValueError: an empty set or batch.
+        ValueError: an empty set.
     """
 
     def __init__(self, num_items: int, batch_size: int, seed: int, *, horizontal_flip: bool = True) -> None:
         if num_items < 1:
             raise ValueError("data: no images to train on")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: {batch_size} is not positive")
         self.num_items = num_items
         self.batch_size = batch_size
         self.seed = seed
@@ -71,16 +70,8 @@ class StepSampler:
         return self._permutations[epoch]
 
 
-class DrawsTimes(Protocol):
-    """A process that says how its training times are distributed."""
-
-    def sample_t(self, count: int, generator: torch.Generator) -> Tensor:
-        """Times (count,) on the generator's device."""
-        ...
-
-
 @dataclass(frozen=True)
-class Draws:
+class StepDraws:
     """Random numbers of a step, or of a slice of its batch."""
 
     dropped: Tensor
@@ -92,9 +83,9 @@ class Draws:
     posterior: Tensor
     """Noise of the VAE's posterior (N, C, H, W)."""
 
-    def part(self, rows: slice) -> Draws:
+    def part(self, rows: slice) -> StepDraws:
         """The same for some rows of the batch."""
-        return Draws(self.dropped[rows], self.t[rows], self.noise[rows], self.posterior[rows])
+        return StepDraws(self.dropped[rows], self.t[rows], self.noise[rows], self.posterior[rows])
 
 
 def draw(
@@ -102,15 +93,20 @@ def draw(
     step: int,
     batch_size: int,
     shape: tuple[int, int, int],
-    process: DrawsTimes,
+    process: Process,
     dropout: float,
     device: torch.device | str,
-) -> Draws:
+) -> StepDraws:
     """The random numbers of the global batch of a step with latents of that (C, H, W), drawn on the device."""
     generator = torch.Generator(device).manual_seed(hashed_seed(seed, "step", step))
-    return Draws(
+    return StepDraws(
         dropped=torch.rand(batch_size, generator=generator, device=device) < dropout,
         t=process.sample_t(batch_size, generator),
         noise=torch.randn(batch_size, *shape, generator=generator, device=device),
         posterior=torch.randn(batch_size, *shape, generator=generator, device=device),
     )
+
+
+def drop_labels(y: Tensor, dropped: Tensor, null_label: int | None) -> Tensor:
+    """Labels y (N,) with the null label where they are dropped; a network without one drops none."""
+    return y if null_label is None else y.masked_fill(dropped, null_label)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,22 +19,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vcagen.config.options import CheckpointConfig, LogConfig, TrainConfig
-from vcagen.data.latents import LatentVAE, MomentsDataset, keep
+from vcagen.build import build_model
+from vcagen.config.options import Config, flatten, to_plain
+from vcagen.data.latents import MomentsDataset, collate_whole
+from vcagen.data.vae import LatentVAE
+from vcagen.networks.cost import activation_bytes, measure, state_bytes
 from vcagen.networks.dit import DiT
-from vcagen.processes.diffusion import GaussianDiffusion
-from vcagen.processes.flow import LinearInterpolant
-from vcagen.system.interruption import GracefulStop
-from vcagen.system.lock import FolderLock
-from vcagen.system.run_folder import latest_checkpoint
+from vcagen.processes.process import Process
+from vcagen.sampling.image_store import save_grid
+from vcagen.sampling.load_run import LoadedRun
+from vcagen.system.files import FORMAT, atomic_file
+from vcagen.system.interruption import Interruption
+from vcagen.system.processes import any_process
+from vcagen.system.run_folder import latest_checkpoint, lock_run
 from vcagen.training.checkpoint import load_checkpoint, prune_checkpoints, read_state, remove_leftovers, save_checkpoint
 from vcagen.training.ema import EMA
-from vcagen.training.metrics_log import Meter, read_log
-from vcagen.training.randomness import Draws, StepSampler, draw
+from vcagen.training.metrics_log import MetricsLog
+from vcagen.training.randomness import StepDraws, StepSampler, draw, drop_labels
 
-__all__ = ["StepSampler", "Trainer", "local_part"]
-
-Network = Callable[[Tensor, Tensor, Tensor], Tensor]
+PREVIEW = 64
+"""A preview grid has at most so many images."""
 
 
 def local_part(batch_size: int, rank: int, world_size: int) -> slice:
@@ -56,75 +61,46 @@ class Trainer:
     """Trains a network on latents: step, EMA, log, checkpoint, resume, preview.
 
     Args:
-        run: run folder.
         network: on the CPU, with its initial weights.
-        process: the process; its `losses` are what is minimised.
-        vae: samples latents from moments.
+        process: its `losses` are minimised.
+        vae: samples latents from moments, and decodes the images of the previews.
         dataset: moments and labels.
-        settings, log, checkpoint: the sections of the configuration.
-        seed: of all steps.
-        metadata: goes into every weights file (`format`, `config`, `data`).
-        horizontal_flip, num_workers: of the data section.
-        preview: called on the main process with the averaged network and the step.
     """
 
     def __init__(
         self,
+        config: Config,
         *,
-        run: Path,
         accelerator: Accelerator,
         network: DiT,
-        process: GaussianDiffusion | LinearInterpolant,
+        process: Process,
         vae: LatentVAE,
         dataset: MomentsDataset,
-        settings: TrainConfig,
-        log: LogConfig,
-        checkpoint: CheckpointConfig,
-        seed: int,
-        metadata: dict[str, Any],
-        horizontal_flip: bool = True,
-        num_workers: int = 0,
-        preview: Callable[[Network, int], None] | None = None,
     ) -> None:
-        self.run = run
-        self._lock = FolderLock(run)
-        self.accelerator = accelerator
-        self.process = process
-        self.vae = vae
-        self.dataset = dataset
-        self.settings, self.log_settings, self.checkpoint_settings = settings, log, checkpoint
-        self.seed = seed
-        self.metadata = metadata
-        self.num_workers = 0 if dataset.needs_main_process else num_workers
-        self.preview = preview
-        self.device = accelerator.device
-        self.part = local_part(settings.batch_size, accelerator.process_index, accelerator.num_processes)
-        self.micro_batch = min(settings.micro_batch_size or settings.batch_size, self.part.stop - self.part.start)
-        if self.micro_batch < 1:
-            raise ValueError(f"train.micro_batch_size: {self.micro_batch} is not positive")
-        self.sampler = StepSampler(len(dataset), settings.batch_size, seed, horizontal_flip=horizontal_flip)
-        self.latent_shape = (dataset.spec.channels, dataset.spec.height, dataset.spec.width)
-
+        self.config = config
+        self.run_dir = Path(config.run_dir)
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.process, self.vae, self.dataset = process, vae, dataset
+        train = config.train
+        self.part = local_part(train.batch_size, accelerator.process_index, accelerator.num_processes)
+        local = self.part.stop - self.part.start
+        micro = min(train.micro_batch_size or local, local)
+        self.micro_batches = [slice(start, min(start + micro, local)) for start in range(0, local, micro)]
         self.network = network.train()
         self.model, self.optimizer = self._prepare(network)
-        self.emas = [EMA(network.parameters(), decay, warmup=settings.ema_warmup) for decay in settings.ema_decays]
+        self.emas = [EMA(network.parameters(), decay, warmup=train.ema_warmup) for decay in train.ema_decays]
+        self.metrics = MetricsLog(accelerator, self.run_dir)
+        self.grad_norm: Tensor | None = None
+        """Norm of the last gradient that was measured, before clipping; on the device."""
         self.step = 0
         """Steps done."""
-        self.meter = Meter(accelerator, run / "metrics.jsonl")
-        self.grad_norm: Tensor | None = None
-        self.bad_step = torch.full((), math.inf, device=self.device)
-        """First step with a loss that is not finite, on the device."""
 
     def _prepare(self, network: DiT) -> tuple[nn.Module, Any]:
         """The network as it is called (autocast, DDP or FSDP, compiled), and its optimizer."""
+        train = self.config.train
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained,
-            lr=self.settings.learning_rate,
-            weight_decay=self.settings.weight_decay,
-            fused=True,
-        )
-        model = torch.compile(network) if self.settings.compile else network
+        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay, fused=True)
+        model = torch.compile(network) if train.compile else network
         sharded = self.accelerator.is_fsdp2
         if sharded:  # autocast, as without FSDP; accelerate's policy would round t, lambda and the norms too
             policy = MixedPrecisionPolicy(output_dtype=torch.float32, cast_forward_inputs=False)
@@ -142,143 +118,126 @@ class Trainer:
         Returns early, after a checkpoint, when asked to stop by SIGTERM or Ctrl-C.
 
         Raises:
-            ValueError: another training in the run folder, a checkpoint that cannot be gone on with, or a loss that is
-                not finite; nothing is saved then.
+            ValueError: another training in the run folder, a checkpoint that cannot be resumed, or a loss that is not
+                finite; nothing is saved then.
         """
-        self.claim()
-        try:
-            self._fit()
-        finally:
-            self._lock.release()
+        with self._claim():
+            self.resume()
+            with Interruption(self.accelerator) as stop, self._progress() as bar:
+                for moments, y in self.batches():
+                    self.train_step(moments, y)
+                    bar.update()
+                    last = self.step == self.config.train.steps
+                    stopped = stop.agreed() and not last
+                    if self._logs(self.step):
+                        self.write_metrics(bar)
+                    if last or stopped or self._due(self.config.checkpoint.save_every):
+                        self.save()
+                    if not stopped and (last or self._due(self.config.log.preview_every)):
+                        self.preview()
+                    if stopped:
+                        self._say(f"stopped after step {self.step}, saved; the same command goes on")
+                        break
 
-    def claim(self) -> None:
-        """Keep other trainings out of the run folder, until the end of `fit` or of the process.
+    def train_step(self, moments: Tensor, y: Tensor) -> None:
+        """One optimizer step on our part of the global batch. Does not wait for the device.
 
-        Raises:
-            ValueError: another one is there; in all processes.
+        Args:
+            moments: (n, M, h, w).
+            y: labels (n,).
         """
-        taken = self.accelerator.is_main_process and not self._lock.take()
-        if float(self.accelerator.gather(torch.tensor([float(taken)], device=self.device)).max()):
-            raise ValueError(f"run: {self.run} is in use by another training")
-
-    def _fit(self) -> None:
-        self.resume()
-        if self.step >= self.settings.steps:
-            self._say(f"{self.run}: has all its {self.settings.steps} steps; more by --train.steps")
-            return
-        self._warm_up()
-        with GracefulStop() as stop, self._progress() as bar:
-            self.meter.restart()
-            for moments, labels in self.loader():
-                self.train_step(moments, labels)
-                bar.update()
-                last = self.step == self.settings.steps
-                if self.step % self.log_settings.log_every == 0 or last:
-                    self._log(bar)
-                asked = stop.agreed()
-                if last or asked or self.step % self.checkpoint_settings.save_every == 0:
-                    self.save()
-                    self.meter.restart()
-                if self._preview_due(last) and (last or not asked):  # whoever asked does not wait for it
-                    self._make_preview()
-                    self.meter.restart()
-                if asked and not last:
-                    self._say(f"stopped after step {self.step}, saved; the same command goes on")
-                    break
-
-    def train_step(self, moments: Tensor, labels: Tensor) -> None:
-        """One optimizer step on the local part of the global batch."""
-        k = self.step
-        draws = draw(
-            self.seed, k, self.settings.batch_size, self.latent_shape, self.process,
-            self.network.class_dropout_prob, self.device,
-        ).part(self.part)  # fmt: skip
-        moments = moments.to(self.device, non_blocking=True)
-        labels = labels.to(self.device, non_blocking=True)
-        losses = self._backward(moments, labels, draws)
-        last = k + 1 == self.settings.steps
-        clip = self.settings.max_grad_norm
-        if clip is not None or (k + 1) % self.log_settings.log_every == 0 or last:
-            norm = self.accelerator.clip_grad_norm_(self.network.parameters(), math.inf if clip is None else clip)
-            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm.detach()
+        draws = self.draws(self.step)
+        y = drop_labels(y, draws.dropped, self.network.null_label)
+        for rows in self.micro_batches:
+            with self.accumulate(rows):
+                x_start = self.vae.sample(moments[rows], draws.posterior[rows])  # (n, C, h, w)
+                losses = self.process.losses(self.model, x_start, y[rows], t=draws.t[rows], noise=draws.noise[rows])
+                self.accelerator.backward(losses["loss"].sum() / len(y))
+            self.metrics.add(self.step + 1, losses)
+        self.clip_gradients()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         for ema in self.emas:
-            ema.update(self.network.parameters(), k)
-        self.meter.add(losses, self.settings.batch_size)
-        finite = losses["loss"].isfinite()
-        self.bad_step = torch.where(finite, self.bad_step, self.bad_step.clamp(max=k + 1))
+            ema.update(self.network.parameters(), self.step)
         self.step += 1
 
-    def _backward(self, moments: Tensor, labels: Tensor, draws: Draws) -> dict[str, Tensor]:
-        """Accumulate gradients of the mean loss over the micro-batches; returns sums over the local images."""
-        local = len(labels)
-        if (null_label := self.network.null_label) is not None:
-            labels = labels.masked_fill(draws.dropped, null_label)
-        sums: dict[str, Tensor] = {}
-        for start in range(0, local, self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
-            part = draws.part(rows)
-            x_start = self.vae.sample(moments[rows], part.posterior)
-            last = start + self.micro_batch >= local
-            with nullcontext() if last else self.accelerator.no_sync(self.model):
-                losses = self.process.losses(self.model, x_start, labels[rows], t=part.t, noise=part.noise)
-                self.accelerator.backward(losses["loss"].sum() / local)
-            for name, value in losses.items():
-                total = value.detach().sum()
-                sums[name] = sums[name] + total if name in sums else total
-        return sums
+    def draws(self, step: int) -> StepDraws:
+        """The random numbers of our rows of the global batch, from (seed, step) alone."""
+        data, train = self.dataset.spec, self.config.train
+        return draw(
+            self.config.seed, step, train.batch_size, (data.channels, data.height, data.width), self.process,
+            self.network.class_dropout_prob, self.device,
+        ).part(self.part)  # fmt: skip
+
+    def accumulate(self, rows: slice) -> AbstractContextManager[Any]:
+        """Gradients are shared by the processes in the last micro-batch only."""
+        return nullcontext() if rows is self.micro_batches[-1] else self.accelerator.no_sync(self.model)
+
+    def clip_gradients(self) -> None:
+        """Clip the gradient to max_grad_norm; without that, measure its norm for a log line."""
+        limit = self.config.train.max_grad_norm
+        if limit is not None or self._logs(self.step + 1):
+            norm = self.accelerator.clip_grad_norm_(self.network.parameters(), math.inf if limit is None else limit)
+            self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm.detach()
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Our parts of the batches of the steps to come: moments (n, M, h, w) and labels (n,), on the device."""
+        data, train = self.config.data, self.config.train
+        sampler = StepSampler(
+            len(self.dataset), train.batch_size, self.config.seed, horizontal_flip=data.horizontal_flip
+        )
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=sampler.batches(self.step, train.steps, self.part),
+            collate_fn=collate_whole,
+            num_workers=0 if self.dataset.in_memory else data.num_workers,
+            worker_init_fn=_ignore_signals,
+            pin_memory=self.device.type == "cuda" and not self.dataset.in_memory,
+        )
+        for moments, y in loader:
+            yield moments.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def _due(self, every: int) -> bool:
+        """Whether the steps done are a multiple of that; 0: never."""
+        return every > 0 and self.step % every == 0
+
+    def _logs(self, step: int) -> bool:
+        """Whether a step has a line of metrics.jsonl."""
+        return step % self.config.log.log_every == 0 or step == self.config.train.steps
 
     def _warm_up(self) -> None:
-        """With several processes: a backward pass that is thrown away.
+        """A backward pass that is thrown away, so that all steps sum gradients in the same order.
 
-        DDP orders its buckets by the first backward pass, and the order decides how gradients are summed. After this,
-        all steps use the same order, also the first one after a resume.
+        DDP orders its buckets by the first backward pass: without this, the first step after a resume sums otherwise.
         """
-        if self.accelerator.num_processes == 1:
-            return
-        count = self.part.stop - self.part.start
-        draws = draw(0, 0, count, self.latent_shape, self.process, 0.0, self.device)
-        labels = torch.zeros(count, dtype=torch.int64, device=self.device)
+        n = self.micro_batches[0].stop
+        data = self.dataset.spec
+        draws = draw(0, 0, n, (data.channels, data.height, data.width), self.process, 0.0, self.device)
+        y = torch.zeros(n, dtype=torch.int64, device=self.device)
         for _ in range(2):  # buckets are rebuilt at the start of the second pass
-            rows = slice(0, self.micro_batch)
-            losses = self.process.losses(
-                self.model, draws.noise[rows], labels[rows], t=draws.t[rows], noise=draws.posterior[rows]
-            )
+            losses = self.process.losses(self.model, draws.noise, y, t=draws.t, noise=draws.posterior)
             losses["loss"].sum().backward()
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def loader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The local parts of the batches of the steps to come."""
-        return DataLoader(
-            self.dataset,  # type: ignore[arg-type]  # has what a map-style dataset needs
-            batch_sampler=self.sampler.batches(self.step, self.settings.steps, self.part),
-            collate_fn=keep,
-            num_workers=self.num_workers,
-            worker_init_fn=_ignore_signals,
-            pin_memory=self.device.type == "cuda" and not self.dataset.needs_main_process,
-        )
+            self.optimizer.zero_grad()
 
     # --- log ---
 
-    def _log(self, bar: tqdm[Any]) -> None:
-        """Write a line of metrics.jsonl with means since the last one. Waits for the device."""
-        self._check_finite()
-        line = self.meter.write(
+    def write_metrics(self, bar: tqdm[Any]) -> None:
+        """Write a line of metrics.jsonl with means since the last one. Waits for the device.
+
+        Raises:
+            ValueError: a loss that is not finite.
+        """
+        norm = math.nan if self.grad_norm is None else float(self.grad_norm)
+        line = self.metrics.write(
             self.step,
-            grad_norm=self._finite_grad_norm(),
-            learning_rate=self.settings.learning_rate,
+            grad_norm=norm if math.isfinite(norm) else None,  # fp16 overflows, and JSON has no infinity
+            learning_rate=self.config.train.learning_rate,
         )
         bar.set_postfix(loss=f"{line['loss']:.4f}", images_per_s=f"{line['images_per_second']:.1f}")
 
-    def _finite_grad_norm(self) -> float | None:
-        """The last norm; None where fp16 overflowed, since JSON has no infinity."""
-        norm = math.nan if self.grad_norm is None else float(self.grad_norm)
-        return norm if math.isfinite(norm) else None
-
     def _progress(self) -> tqdm[Any]:
         return tqdm(
-            total=self.settings.steps,
+            total=self.config.train.steps,
             initial=self.step,
             unit="step",
             desc="train",
@@ -292,94 +251,147 @@ class Trainer:
 
     # --- checkpoints ---
 
-    def _check_finite(self) -> None:
-        """Raise ValueError where a loss of any process was not finite. Waits for the device."""
-        bad = float(self.accelerator.gather(self.bad_step.reshape(1)).min())
-        if math.isfinite(bad):
-            newest = latest_checkpoint(self.run)
-            saved = "no checkpoint yet" if newest is None else f"the last checkpoint is {newest.name}"
-            raise ValueError(f"loss: not finite at step {int(bad)}; {saved}")
+    @contextmanager
+    def _claim(self) -> Iterator[None]:
+        """Keep other trainings out of the run folder; write config.yaml, start the trackers.
 
-    def _check_weights(self) -> None:
-        norms = torch.stack(torch._foreach_norm([p.detach() for p in self.network.parameters()]))
-        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
-        finite = norms.isfinite().all().reshape(1).float()
-        if not bool(self.accelerator.gather(finite).all()):
-            raise ValueError(f"weights: not finite after step {self.step}; not saved")
+        Raises:
+            ValueError: another training is there; in all processes.
+        """
+        main, config = self.accelerator.is_main_process, to_plain(self.config)
+        lock = lock_run(self.run_dir) if main else nullcontext()
+        if any_process(self.accelerator, lock is None):
+            raise ValueError(f"run_dir: {self.run_dir} is in use by another training")
+        with lock or nullcontext():
+            if main:
+                remove_leftovers(self.run_dir)
+                with atomic_file(self.run_dir / "config.yaml") as temporary:
+                    temporary.write_text(yaml.safe_dump(config, sort_keys=False))
+            if self.config.log.trackers:
+                shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flatten(config).items()}
+                self.accelerator.init_trackers("vcagen", config=shown)
+            yield
 
     def save(self) -> None:
-        """Write a checkpoint of the steps done, unless a loss was not finite."""
-        self._check_finite()
-        self._check_weights()
+        """Write a checkpoint of the steps done.
+
+        Raises:
+            ValueError: a loss or weights that are not finite; nothing is written.
+        """
+        losses = self.metrics.state()
+        norms = torch.stack(torch._foreach_norm([parameter.detach() for parameter in self.network.parameters()]))
+        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        if any_process(self.accelerator, not norms.isfinite().all()):
+            raise ValueError(f"weights: not finite after step {self.step}; not saved")
         scaler = getattr(self.accelerator, "scaler", None)
-        state = {
-            "num_items": len(self.dataset),
-            "num_processes": self.accelerator.num_processes,
-            "meter": self.meter.state(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
-        }
-        main = self.accelerator.is_main_process
+        main, settings = self.accelerator.is_main_process, self.config.checkpoint
         save_checkpoint(
-            self.run, self.step, self.network, self.emas, self.optimizer.optimizer,
-            metadata=self.metadata, state=state, main=main,
+            self.run_dir, self.step, self.network, self.emas, self.optimizer.optimizer, main=main,
+            metadata={"format": FORMAT, "config": to_plain(self.config), "data": self.dataset.spec.to_dict()},
+            state={
+                "num_items": len(self.dataset),
+                "num_processes": self.accelerator.num_processes,
+                "losses": losses,
+                "scaler": scaler.state_dict() if scaler is not None else None,
+            },
         )  # fmt: skip
         if main:
-            prune_checkpoints(
-                self.run,
-                keep_last=self.checkpoint_settings.keep_last,
-                keep_every=self.checkpoint_settings.keep_every,
-            )
+            prune_checkpoints(self.run_dir, keep_last=settings.keep_last, keep_every=settings.keep_every)
         self.accelerator.wait_for_everyone()
+        self.metrics.restart_clock()
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, or start.
+        """Restore the newest checkpoint, where there is one, and get ready for the next step.
 
         Raises:
             ValueError: the data is not that of the checkpoint, or a damaged checkpoint or log.
         """
-        if self.accelerator.is_main_process:
-            remove_leftovers(self.run)
-        folder = latest_checkpoint(self.run)
-        state: dict[str, Any] = (
-            {"step": 0, "meter": {"sums": {}, "images": 0}} if folder is None else read_state(folder)
-        )
-        log = read_log(self.run)  # by all, so that a damaged one ends all
+        folder = latest_checkpoint(self.run_dir)
+        state: dict[str, Any] = {"step": 0, "losses": {"sums": {}, "images": 0}}
+        if folder is not None:
+            state = read_state(folder)
         steps = self.accelerator.gather(torch.tensor([state["step"]], device=self.device)).tolist()
         if len(set(steps)) > 1:
-            raise ValueError(f"run: {self.run} is not the same folder for all processes: they find steps {steps}")
+            raise ValueError(
+                f"run_dir: {self.run_dir} is not the same folder for all processes: they find steps {steps}"
+            )
         if folder is not None:
             if state["num_items"] != len(self.dataset):
                 raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
             load_checkpoint(folder, self.network, self.emas, self.optimizer.optimizer)
             self.step = state["step"]
-            if state["scaler"] is not None and (scaler := getattr(self.accelerator, "scaler", None)) is not None:
+            scaler = getattr(self.accelerator, "scaler", None)
+            if scaler is not None and state["scaler"] is not None:
                 scaler.load_state_dict(state["scaler"])
-            self._say(f"{self.run}: going on from {folder.name}")
+            self._say(f"{self.run_dir}: going on from {folder.name}")
             if state["num_processes"] != self.accelerator.num_processes:
                 self._say(
                     f"{self.accelerator.num_processes} processes now, {state['num_processes']} before; "
                     "batches, noise and times are the same"
                 )
-        self.meter.resume(state["meter"], [line for line in log if line["step"] <= self.step])
+        self.metrics.resume(state["losses"], self.step)
         self.accelerator.wait_for_everyone()
+        self.metrics.restart_clock()
+        if self.step >= self.config.train.steps:
+            self._say(f"{self.run_dir}: has all its {self.config.train.steps} steps; more by --train.steps")
+        elif self.config.train.deterministic and self.accelerator.num_processes > 1:
+            self._warm_up()
 
-    # --- preview ---
+    # --- preview and plan ---
 
-    def _preview_due(self, last: bool) -> bool:
-        every = self.log_settings.preview_every
-        return every > 0 and (last or self.step % every == 0)
+    def preview(self) -> None:
+        """Write previews/step_0000000.png: images of the averaged network, the same seeds and balanced labels always.
 
-    def _make_preview(self) -> None:
-        if self.accelerator.is_main_process and self.preview is not None:
-            names = [name for name, _ in self.network.named_parameters()]
-            averaged = dict(zip(names, self.emas[0].averages, strict=True))
+        Sampling may fail with early weights; that is said and does not end the training.
+        """
+        if self.config.log.preview_every and self.accelerator.is_main_process:
+            count = math.isqrt(min(PREVIEW, self.config.train.batch_size)) ** 2
             self.network.eval()
             try:
-                self.preview(lambda x, t, y: torch.func.functional_call(self.network, averaged, (x, t, y)), self.step)
-            except ValueError as error:  # early weights may sample badly; that must not end the training
+                with self.emas[0].applied(self.network.parameters()):
+                    images = self.averaged_run().sample(
+                        "balanced", indices=range(count), seed=self.config.seed, output="tensor",
+                        batch=min(count, self.micro_batches[0].stop),
+                    )  # fmt: skip
+                assert isinstance(images, Tensor)
+                save_grid(self.run_dir / "previews" / f"step_{self.step:07d}.png", images)
+            except ValueError as error:
                 self._say(f"no preview of step {self.step}: {error}")
             self.network.train()
         self.accelerator.wait_for_everyone()
+        self.metrics.restart_clock()
+
+    def averaged_run(self) -> LoadedRun:
+        """The network as `load` would give it, but for its weights."""
+        return LoadedRun(
+            network=self.network, process=self.process, vae=self.vae, config=self.config, data=self.dataset.spec,
+            step=self.step, ema_decay=self.emas[0].decay, weights_sha256="",
+        )  # fmt: skip
+
+    def plan(self) -> str:
+        """What a dry run prints: cost, memory, batches, steps."""
+        train, data, n = self.config.train, self.dataset.spec, len(self.dataset)
+        with torch.device("meta"):
+            meta = build_model(self.config.model, self.config.process, data)
+        cost = measure(meta)
+        local, micro = self.part.stop - self.part.start, self.micro_batches[0].stop
+        state, activations = state_bytes(meta, len(self.emas)), activation_bytes(meta, micro)
+        processes = self.accelerator.num_processes
+        lines = {
+            "network": f"{self.config.model.size} {self.config.model.attention}, {self.config.process.name}",
+            "parameters": f"{cost.params / 1e6:.2f} M",
+            "multiply-adds": f"{cost.multiply_adds / 1e9:.3f} G an image",
+            "data": f"{n} images of {data.num_classes} classes, latents {data.channels} x {data.height} x {data.width}",
+            "processes": f"{processes} on {self.device.type}",
+            "batch": f"{train.batch_size} = {processes} processes x {local}"
+            + (f", in parts of {micro}" if micro < local else ""),
+            "steps": f"{train.steps}, {train.steps * train.batch_size / n:.1f} epochs "
+            f"of {n / train.batch_size:.1f} steps",
+            "memory": f"{state / 2**20:.1f} MiB for weights, gradients, AdamW and {len(self.emas)} EMA "
+            f"({state / cost.params:.1f} bytes a parameter); float32 activations: about {activations / 2**20:.1f} MiB",
+            "checkpoint": f"{(state - 4 * cost.params) / 2**20:.1f} MiB each",
+        }
+        return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
 
 
 def _ignore_signals(worker: int) -> None:

@@ -1,0 +1,42 @@
+"""What training and sampling need of a process between noise and data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""model(x_t, t, y): (N, C, H, W), times (N,) and labels (N,) to (N, out_channels, H, W)."""
+
+
+class Process(Protocol):
+    """A process that a network learns."""
+
+    outputs_per_channel: int
+    """Output channels of the network for each of the image; 2 with a learned variance."""
+
+    def sample_t(self, count: int, generator: torch.Generator) -> Tensor:
+        """Training times (count,) on the generator's device."""
+        ...
+
+    def losses(self, model: Model, x_start: Tensor, y: Tensor, *, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """ "loss", which is minimised, and its parts, each (N,), at images (N, C, H, W) and labels (N,)."""
+        ...
+
+
+class NonFiniteError(ValueError):
+    """Images with NaN or infinity; `rows` are their positions in the batch."""
+
+    def __init__(self, what: str, rows: list[int]) -> None:
+        super().__init__(f"{what} of batch row {', '.join(map(str, rows))}: not finite")
+        self.rows = rows
+
+
+def refuse_non_finite(x: Tensor, what: str) -> None:
+    """Raise NonFiniteError where an image of x (N, ...) is not finite. Waits for the device."""
+    finite = x.flatten(1).isfinite().all(1)
+    if not bool(finite.all()):
+        raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())

@@ -1,0 +1,37 @@
+"""The processes of a command: accelerate's view of them, checked."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+
+def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
+    """accelerate's Accelerator on the GPU, or on the CPU where there is none, also under torchrun.
+
+    Patient processes wait a day for one that measures a reference or encodes the last shard.
+
+    Raises:
+        ValueError: the launcher started more processes than accelerate joined.
+    """
+    # Gradients live in DDP's buckets instead of beside them; no buffer of ours changes.
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+    handlers = [ddp, InitProcessGroupKwargs(timeout=timedelta(days=1))] if patient else [ddp]
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers, **options)
+    accelerator.gradient_accumulation_steps = 1  # the trainer accumulates itself, whatever the environment says
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise ValueError(
+            f"WORLD_SIZE: the launcher started {launched} processes, accelerate joined {accelerator.num_processes}; "
+            "on CPU launch with torchrun --nproc_per_node"
+        )
+    return accelerator
+
+
+def any_process(accelerator: Accelerator, condition: bool | torch.Tensor) -> bool:
+    """Whether the condition holds in any process. All call it; it waits for the device."""
+    return bool(accelerator.gather(torch.tensor([float(condition)], device=accelerator.device)).any())
