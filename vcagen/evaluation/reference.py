@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from vcagen.data.images import is_dataset
 from vcagen.evaluation.features import Extractor, Features, Shape
-from vcagen.evaluation.image_source import DAMAGED, ImageSource, open_images, open_npz, spans
+from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
 from vcagen.system.files import FORMAT, atomic_file, check_format, reading, sha256
 
@@ -88,15 +89,12 @@ class FeatureStatistics:
             ValueError: a feature that is not finite, with the index of its image.
         """
         pool, spatial = features
-        finite = pool.isfinite().all(1)
-        if spatial is not None:
-            finite &= spatial.isfinite().all(1)
-        if not finite.all():
-            index = self.taken + int(finite.logical_not().nonzero()[0])
-            raise ValueError(f"image {index}: its features are not finite")
-        self._pool.update(pool)
-        if spatial is not None:
-            self._spatial.update(spatial)
+        for rows, moments in ((pool, self._pool), (spatial, self._spatial)):
+            if rows is None:
+                continue
+            if not (finite := rows.isfinite().all(1)).all():
+                raise ValueError(f"image {self.taken + int(finite.int().argmin())}: its features are not finite")
+            moments.update(rows)
         if self._inception_score is not None and (logits := self.extractor.logits(pool)) is not None:
             self._inception_score.add(logits)
         self.digests += [digest.numpy().tobytes() for digest in digests]
@@ -164,18 +162,15 @@ class Reference(Measured):
         refuse_other_shape(self.path, self.shape, shape)
         for gaussian, size in zip((self.pool, self.spatial), self.extractor.sizes(shape) or (), strict=False):
             if gaussian is not None and size is not None and len(gaussian.mean) != size:
-                found = f"{len(gaussian.mean)} features; samples have {size} by the extractor {self.extractor.name}"
-                raise ValueError(f"reference: {self.path}: {found}")
+                ours = f"samples have {size} by the extractor {self.extractor.name}"
+                raise ValueError(f"reference: {self.path}: {len(gaussian.mean)} features; {ours}")
 
 
 def check_reference_path(path: str) -> None:
     """Raise ValueError where `path` cannot be a reference, before anything else takes time."""
-    if is_dataset(path):
-        return
-    if not Path(path).exists():
-        raise ValueError(f"reference: {path}: no such file or folder, nor a built-in set")
-    if not (Path(path).suffix == ".npz" or Path(path).is_dir()):
-        raise ValueError(f"reference: {path}: neither an .npz file nor a folder of images")
+    file = Path(path)
+    if not (is_dataset(path) or file.is_dir() or (file.suffix == ".npz" and file.is_file())):
+        raise ValueError(f"reference: {path}: no .npz file, no folder of images, nor a built-in set")
 
 
 def open_reference(
@@ -203,8 +198,6 @@ def open_reference(
     if not is_dataset(path) and Path(path).suffix == ".npz" and (arrays := _load_statistics(path)):
         return _stored(path, arrays, extractor, batch, rows, shape)
     source = open_images(path, image_size=image_size, num_workers=num_workers)
-    if source.count < 2:
-        raise ValueError(f"reference: {path}: {source.count} image; statistics need at least 2")
     refuse_other_shape(path, source.shape, shape)
     keep = 0 if not rows else source.count if source.kind == "npz" else min(source.count, REFERENCE_ROWS)
     statistics = measure(source, extractor, batch, keep)
@@ -222,10 +215,7 @@ def refuse_other_shape(path: str, found: Sequence[int] | None, samples: Sequence
     """Raise ValueError where the reference at `path` has images of another (C, H, W) than the samples."""
     if found is not None and samples is not None and tuple(found) != tuple(samples):
         theirs, ours = (f"{c} channel(s) of {h} x {w} pixels" for c, h, w in (found, samples))
-        raise ValueError(
-            f"reference: {path}: its images have {theirs}, the samples {ours}; a folder is cropped by "
-            "vcagen stats FOLDER --image_size SIDE"
-        )
+        raise ValueError(f"reference: {path}: its images have {theirs}, the samples {ours}; {CROP}")
 
 
 def measure(source: ImageSource, extractor: Extractor, batch: int, keep_rows: int) -> FeatureStatistics:
@@ -241,29 +231,21 @@ def measure(source: ImageSource, extractor: Extractor, batch: int, keep_rows: in
 
 def _load_statistics(path: str) -> dict[str, Any]:
     """The arrays of an .npz beside its images; {} where there is neither mu nor sigma."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            names = set(file.files)
-            if not names & {"mu", "sigma"}:
-                return {}
-            if missing := {"mu", "sigma"} - names:
-                raise ValueError(f"{missing.pop()} is missing, found {', '.join(sorted(names))}")
-            if len(names & {"mu_s", "sigma_s"}) == 1:
-                raise ValueError(f"one of mu_s and sigma_s is missing, found {', '.join(sorted(names))}")
-            arrays = {name: file[name] for name in names & {"mu", "sigma", "mu_s", "sigma_s", "rows", "meta"}}
-            if wrong := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                raise ValueError(f"{', '.join(wrong)} is no array")
-            return {"images": "arr_0" in names, **arrays}
-    except DAMAGED as error:
-        raise ValueError(f"reference: {path}: {error}") from error
+    with reading(path), np.load(path, allow_pickle=False) as file:
+        names = set(file.files)
+        if not names & {"mu", "sigma"}:
+            return {}
+        for pair in ({"mu", "sigma"}, {"mu_s", "sigma_s"}):
+            if len(pair & names) == 1:
+                raise ValueError(f"{(pair - names).pop()} is missing, found {', '.join(sorted(names))}")
+        arrays = {name: np.asarray(file[name]) for name in names & {"mu", "sigma", "mu_s", "sigma_s", "rows", "meta"}}
+        return {"images": "arr_0" in names, **arrays}
 
 
 def _gaussian(path: str, mu: Any, sigma: Any, names: str) -> Gaussian:
     for array in (mu, sigma):
-        if array.dtype.kind != "f":
-            raise ValueError(f"reference: {path}: {names} hold {array.dtype}; float32 or float64 are read")
-        if not np.isfinite(array).all():
-            raise ValueError(f"reference: {path}: {names} hold NaN or infinity")
+        if array.dtype.kind != "f" or not np.isfinite(array).all():
+            raise ValueError(f"reference: {path}: {names} hold {array.dtype}, NaN or infinity; needs finite floats")
     if mu.ndim != 1 or not len(mu) or sigma.shape != (len(mu), len(mu)):
         raise ValueError(f"reference: {path}: {names} have shapes {mu.shape} and {sigma.shape}; (D,) and (D, D) fit")
     mean, cov = torch.from_numpy(mu.astype(np.float64)), torch.from_numpy(sigma.astype(np.float64))
@@ -284,7 +266,7 @@ def _stored(
         meta = json.loads(str(arrays.get("meta", f'{{"format": {FORMAT}}}')))
         check_format(path, meta)
         if (made_by := meta.get("identity", extractor.identity)) != extractor.identity:
-            raise ValueError(f"reference: {path}: made by {made_by}, the samples are seen by {extractor.identity}")
+            raise ValueError(f"made by {made_by}, the samples are seen by {extractor.identity}")
     source = open_npz(path) if arrays["images"] else None
     shape = meta.get("shape") if source is None else source.shape
     reference = Reference(
@@ -314,11 +296,8 @@ def _cached_rows(source: ImageSource, file_sha256: str | None, extractor: Extrac
     except (OSError, SafetensorError):
         rows = measure(source, extractor, batch, source.count).measured().rows
     assert rows is not None
-    try:
-        with atomic_file(cache) as temporary:
-            save_file({"rows": rows}, temporary)
-    except (OSError, SafetensorError):
-        pass  # only time is lost
+    with suppress(OSError), atomic_file(cache) as temporary:  # only time is lost
+        save_file({"rows": rows}, temporary)
     return rows
 
 
