@@ -253,7 +253,7 @@ def test_architecture_from_shapes():
         "hidden_size": 16, "depth": 2, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_labels": 4,
         "mlp_ratio": 4.0, "grid": 4,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"x_embedder\.proj\.weight missing"):
+    with pytest.raises(ValueError, match=r"no DiT or SiT has \('x_embedder\.proj\.weight'"):
         checkpoints.architecture({"conv.weight": u((2,), 1)})
 
 

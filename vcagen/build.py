@@ -17,6 +17,7 @@ from vcagen.processes import PROCESSES
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Process
 from vcagen.processes.samplers import SAMPLERS, options_in_use
+from vcagen.system.files import prefixing
 
 
 def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> DiT:
@@ -28,7 +29,7 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
     check_name("process.name", process.name, PROCESSES)
     changed = {name: value for name, value in asdict(model.attention_options).items()
                if value != getattr(VcaOptions(), name)}  # fmt: skip
-    try:
+    with prefixing("model."):
         shape = parse_size(model.size)
         for name in ("hidden_size", "depth", "num_heads"):
             if (value := getattr(model, name)) is not None:
@@ -45,8 +46,6 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
             gradient_checkpointing=model.gradient_checkpointing,
             **shape,
         )
-    except ValueError as error:
-        raise ValueError(f"model.{error}") from error
 
 
 def build_process(process: ProcessConfig) -> Process:

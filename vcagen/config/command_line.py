@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
-from vcagen.system.files import read_yaml
+from vcagen.system.files import prefixing, read_yaml
 
 T = TypeVar("T")
 
@@ -149,10 +149,8 @@ def from_mapping(config: type[T], values: Mapping[str, Any], where: str = "") ->
         ValueError: as `parse`, with `where` before the option's name.
     """
     parser = _mapping_parser(config)  # type: ignore[arg-type]  # a class is hashable
-    try:
+    with prefixing(where):
         return _instantiate(parser, config, parser.parse_object(dict(values)))
-    except ValueError as error:
-        raise ValueError(f"{where}{error}") from error
 
 
 @cache

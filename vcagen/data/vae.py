@@ -168,10 +168,8 @@ class LatentVAE:
             model = _load_vae(self.path)
             found = _weights_sha256(model)
             if self._sha256 not in (None, found):
-                raise ValueError(
-                    f"{self.path}: another VAE than the latents were made with; its weights have SHA-256 "
-                    f"{found[:12]}, expected {str(self._sha256)[:12]}"
-                )
+                hashes = f"its weights have SHA-256 {found[:12]}, expected {str(self._sha256)[:12]}"
+                raise ValueError(f"{self.path}: another VAE than the latents were made with; {hashes}")
             self._sha256 = found
             if self._tiling:
                 model.enable_tiling()
@@ -185,26 +183,26 @@ def _identity(channels: int) -> dict[str, Any]:
     return {"sha256": None, "scaling_factor": 1.0, "shift_factor": 0.0, "channels": channels, "downsample": 1}
 
 
-def _unavailable(path: str, error: Exception) -> ValueError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return ValueError(
-        f"{path}: this VAE cannot be loaded ({reason}); name another hub name or local folder of a diffusers "
-        "AutoencoderKL by vae.path or --vae"
-    )
+@contextmanager
+def _loading(path: str) -> Iterator[None]:
+    """Whatever diffusers and the hub raise at no such folder, network, repository or VAE becomes one ValueError."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        advice = "name another hub name or local folder of a diffusers AutoencoderKL by vae.path or --vae"
+        raise ValueError(f"{path}: this VAE cannot be loaded ({reason}); {advice}") from error
 
 
 def _from_config(path: str) -> dict[str, Any]:
     """What a VAE's config.json tells; AutoencoderKL itself fills in what it leaves out and refuses what is wrong."""
     from diffusers import AutoencoderKL
 
-    try:
+    with _loading(path):
         values = AutoencoderKL.load_config(path)
-    except Exception as error:  # no such folder, no network, no such repository: each library has its own class
-        raise _unavailable(path, error) from error
-    kind, channels = values.get("_class_name", "AutoencoderKL"), values.get("in_channels", 3)
-    if kind != "AutoencoderKL" or channels != 3:
-        raise ValueError(f"{path}: a {kind} of {channels} channels; expected an AutoencoderKL of 3")
-    try:
+        kind, channels = values.get("_class_name", "AutoencoderKL"), values.get("in_channels", 3)
+        if kind != "AutoencoderKL" or channels != 3:
+            raise ValueError(f"a {kind} of {channels} channels")
         with torch.device("meta"):
             config = AutoencoderKL.from_config(values).config
         return {
@@ -214,18 +212,14 @@ def _from_config(path: str) -> dict[str, Any]:
             "channels": int(config.latent_channels),
             "downsample": 2 ** (len(config.block_out_channels) - 1),
         }
-    except Exception as error:  # whatever building it from nonsense raises
-        raise ValueError(f"{path}: config.json is not that of an AutoencoderKL ({error})") from error
 
 
 def _load_vae(path: str) -> Any:
     """The AutoencoderKL in float32; a .bin file is read by diffusers with weights_only=True."""
     from diffusers import AutoencoderKL
 
-    try:
+    with _loading(path):
         return AutoencoderKL.from_pretrained(path, torch_dtype=torch.float32)
-    except Exception as error:  # as in _from_config
-        raise _unavailable(path, error) from error
 
 
 def _weights_sha256(model: torch.nn.Module) -> str:

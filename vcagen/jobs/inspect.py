@@ -9,7 +9,7 @@ from typing import Any
 from vcagen.config.job_options import InspectConfig
 from vcagen.config.options import flatten
 from vcagen.networks.weights import architecture, find_weights, read_weights
-from vcagen.system.files import few, reading, write_json
+from vcagen.system.files import few, prefixing, reading, write_json
 from vcagen.system.run_folder import list_checkpoints
 
 
@@ -52,10 +52,8 @@ def describe(path: str | Path) -> dict[str, Any]:
     if weights.args is not None:
         description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
                                for key, value in weights.args.items()}  # fmt: skip
-    try:
+    with prefixing(f"{path}: "):
         return {**description, "architecture": architecture(weights.state_dict)}
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def table(description: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vcagen.system.files import atomic_file, check_format, few, reading
@@ -60,16 +59,15 @@ def read_metadata(path: str | Path) -> dict[str, Any] | None:
     Raises:
         ValueError: not a safetensors file, or metadata that is not ours to read.
     """
-    with _safetensors(path) as file:
+    with reading(path), safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get("vcagen")
-    if text is None:
-        return None
-    with reading(path):
+        if text is None:
+            return None
         metadata = json.loads(text)
         check_format(path, metadata)
-    if "config" not in metadata:
-        raise ValueError(f"{path}: state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
-    return dict(metadata)
+        if "config" not in metadata:
+            raise ValueError("state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
+        return dict(metadata)
 
 
 def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
@@ -87,10 +85,8 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
         raise ValueError(f"{path}: a folder; a weights file is needed (a run folder is given as --run_dir)")
     if _is_safetensors(path):
         metadata = read_metadata(path)
-        with _safetensors(path) as file:
-            state_dict = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         with reading(path):
-            name = _set_name(metadata)
+            state_dict, name = load_file(path), _set_name(metadata)
         return Weights(_strip(path, state_dict), name, metadata)
     content = _read_pickle(path)
     if not isinstance(content, dict) or not content:
@@ -115,25 +111,17 @@ def _is_safetensors(path: Path) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _safetensors(path: str | Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
-
-
 def _read_pickle(path: Path) -> Any:
     """Tensors, plain containers and argparse.Namespace; anything else is refused before it runs."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Memory-mapped: the optimizer state beside the weights is never read.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"needs {name[1]}, which could run code; only tensors and plain values are read" if name else "damaged"
-        raise ValueError(f"{path}: not a weights file that can be read safely: {what}") from None
     except Exception as error:  # a damaged file can fail anywhere in the unpickler
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it needs {name[1]}, which could run code; only tensors and plain values are read"
+        else:
+            reason = (str(error).splitlines() or [repr(error)])[0]
         raise ValueError(f"{path}: not a weights file: {reason}") from None
 
 
@@ -141,12 +129,10 @@ def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
     wrong = [key for key, value in state_dict.items() if not (isinstance(key, str) and _is_weight(value))]
     if wrong or not state_dict:
         found = f"{few(wrong)} beside or instead of dense floating-point tensors" if wrong else "no tensors"
-        raise ValueError(
-            f"{path}: holds {found}; a state dict, or a dict with 'ema', 'model' or 'state_dict' is needed"
-        )
+        raise ValueError(f"{path}: holds {found}; needs a state dict, or a dict with 'ema', 'model' or 'state_dict'")
     while prefix := next((p for p in PREFIXES if all(key.startswith(p) for key in state_dict)), None):
         state_dict = {key[len(prefix) :]: value for key, value in state_dict.items()}
-    return dict(state_dict)
+    return state_dict
 
 
 def _is_weight(value: Any) -> bool:
@@ -224,25 +210,21 @@ def architecture(state_dict: Mapping[str, Tensor]) -> dict[str, int | float]:
     """
     try:
         width, in_channels, patch, _ = state_dict["x_embedder.proj.weight"].shape
-        hidden = state_dict["blocks.0.mlp.fc1.weight"].shape[0]
         rows = state_dict["final_layer.linear.weight"].shape[0]
-        labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         found: dict[str, int | float] = {
             "hidden_size": width,
             "depth": 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks.")),
             "patch_size": patch,
             "in_channels": in_channels,
             "out_channels": rows // patch**2,
-            "num_labels": labels,
-            "mlp_ratio": hidden / width,
+            "num_labels": state_dict["y_embedder.embedding_table.weight"].shape[0],
+            "mlp_ratio": state_dict["blocks.0.mlp.fc1.weight"].shape[0] / width,
         }
         if "pos_embed" in state_dict:
             found["grid"] = round(state_dict["pos_embed"].shape[-2] ** 0.5)
-    except KeyError as error:
-        raise ValueError(f"weights: {error.args[0]} missing; a DiT or SiT is needed") from None
-    except (ValueError, IndexError, ZeroDivisionError):
-        raise ValueError("weights: names or shapes that no DiT or SiT has") from None
-    return found
+        return found
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"weights: names or shapes that no DiT or SiT has ({error})") from None
 
 
 # --- a run folder ---

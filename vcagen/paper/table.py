@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, Seed
-from vcagen.system.files import read_yaml
+from vcagen.system.files import prefixing, read_yaml
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,8 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
     rows = [replace(row, set={**table.set, **row.set, **(options or {})}) for row in table.rows]
     names, folders = [row.name for row in rows], [Path(row.run) for row in rows]
     for row in rows:
-        try:
+        with prefixing(f"{path}: row {row.name}: "):
             row.config()
-        except ValueError as error:
-            raise ValueError(f"{path}: row {row.name}: {error}") from error
         if folders.count(Path(row.run)) > 1:
             raise ValueError(f"{path}: run: {row.run} is that of several rows; each needs its own")
         if row.baseline is not None and row.baseline not in names:

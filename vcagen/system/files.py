@@ -108,7 +108,7 @@ FORMAT = 2
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Turn whatever fails while one of our files is read into one ValueError that names it.
+    """Turn whatever fails while a file is read into one ValueError that names it.
 
     Our files are complete or absent and carry a format number, so that there is nothing more to check one by one.
     """
@@ -121,6 +121,15 @@ def reading(path: str | Path) -> Iterator[None]:
             raise
         what = f"damaged ({type(error).__name__}: {error})"
         raise ValueError(f"{path}: {error if type(error) is ValueError else what}") from error
+
+
+@contextmanager
+def prefixing(text: str) -> Iterator[None]:
+    """Put `text` in front of the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{text}{error}") from error
 
 
 def check_format(path: str | Path, record: Any) -> None:

@@ -17,6 +17,7 @@ from vcagen.data.vae import LatentVAE
 from vcagen.networks.dit import DiT
 from vcagen.networks.weights import find_weights, load_into, read_weights
 from vcagen.processes.process import Process
+from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
 from vcagen.training.checkpoint import check_same_data, check_same_run
@@ -80,15 +81,11 @@ def build_trainer(
         vae=vae,
         dataset=dataset,
     )
-    try:
+    with prefixing("sampling."):
         trainer.averaged_run().sampling()
-    except ValueError as error:
-        raise ValueError(f"sampling.{error}") from error
     if config.log.preview_every and accelerator.is_main_process:
-        try:
+        with prefixing("previews need the VAE (log.preview_every 0 makes none): "):
             vae.verify()  # now, not at the first preview
-        except ValueError as error:
-            raise ValueError(f"{error}; or train without previews by log.preview_every 0") from error
     return trainer
 
 
@@ -138,8 +135,6 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
                     file=sys.stderr,
                 )
             weights[table] = ours
-        try:
+        with prefixing(f"init: {path}: "):
             load_into(network, weights)
-        except ValueError as error:
-            raise ValueError(f"init: {path}: {error}") from error
     return network
