@@ -15,7 +15,7 @@ from vcagen.data.latents import DataSpec
 from vcagen.networks.dit import DiT, parse_size
 from vcagen.processes import PROCESSES
 from vcagen.processes.guidance import with_cfg
-from vcagen.processes.process import Process
+from vcagen.processes.process import Process, check_choice
 from vcagen.processes.samplers import SAMPLERS, options_in_use
 from vcagen.system.files import prefixing
 
@@ -26,7 +26,7 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
     Raises:
         ValueError: a size, process, attention or option that does not exist or does not fit the data.
     """
-    check_name("process.name", process.name, PROCESSES)
+    check_choice("process.name", process.name, PROCESSES)
     changed = {name: value for name, value in asdict(model.attention_options).items()
                if value != getattr(VcaOptions(), name)}  # fmt: skip
     with prefixing("model."):
@@ -54,7 +54,7 @@ def build_process(process: ProcessConfig) -> Process:
     Raises:
         ValueError: unknown process.
     """
-    check_name("process.name", process.name, PROCESSES)
+    check_choice("process.name", process.name, PROCESSES)
     constructor: Callable[..., Process] = PROCESSES[process.name]
     takes_steps = "num_timesteps" in inspect.signature(constructor).parameters
     return constructor(num_timesteps=process.num_timesteps) if takes_steps else constructor()
@@ -105,9 +105,3 @@ def rehearse(settings: SamplingConfig, process: Process, *, null_label: int | No
     )  # fmt: skip
     sampler, options = SAMPLERS[settings.sampler].function, sampler_options(settings)
     sampler(process, predict, torch.zeros(1, 1, 1, 1), randn_like=torch.zeros_like, **options)
-
-
-def check_name(option: str, name: str, registry: dict[str, Any]) -> None:
-    """Raise ValueError where a registry does not have the name that an option gives."""
-    if name not in registry:
-        raise ValueError(f"{option}: {name}; choose from {', '.join(registry)}")

@@ -120,9 +120,7 @@ def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> Ima
             raise ValueError(f"{folder}: no images; extensions read are {' '.join(EXTENSIONS)}")
         return ImageFolder(root, tuple(files), (0,) * len(files), ("image",))
 
-    paths: list[str] = []
-    labels: list[int] = []
-    empty: list[str] = []
+    paths, labels, empty = list[str](), list[int](), list[str]()
     for label, name in enumerate(class_names):
         nested, files = _list(root / name)
         if deep := [other for other in nested if _list(root / name / other)[1]]:
@@ -134,10 +132,8 @@ def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> Ima
     if not paths:
         raise ValueError(f"{folder}: no images in its {len(class_names)} folders")
     if empty and not allow_empty_classes:
-        raise ValueError(
-            f"{folder}: {few(empty, 20)}: class folder without images; remove it, or keep its label with "
-            "allow_empty_classes"
-        )
+        names = few(empty, 20)
+        raise ValueError(f"{folder}: {names}: class folder without images; remove it, or give allow_empty_classes")
     return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names))
 
 

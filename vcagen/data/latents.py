@@ -124,11 +124,10 @@ class LatentDataset(MomentsDataset):
         self._given = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
         refuse_format_1(self.path)
         if not (self.path / "shards.json").exists():
-            shards = len(list(self.path.glob("moments_*.npy")))
-            raise ValueError(
-                f"{path}: {shards} latent shards, but not all; the same encode command completes them" if shards
-                else f"{path}: no latents; make them by vcagen encode, or train from images by data.from_images=true"
-            )  # fmt: skip
+            found = "no latents; vcagen encode makes them, or train from images by data.from_images=true"
+            if shards := len(list(self.path.glob("moments_*.npy"))):
+                found = f"{shards} latent shards, but not all; the same encode command completes them"
+            raise ValueError(f"{path}: {found}")
         record = read_json(self.path / "shards.json")
         with reading(self.path / "shards.json"):
             vae = record["vae"] | {key: value for key, value in self._given.items() if value is not None}
@@ -155,10 +154,9 @@ class LatentDataset(MomentsDataset):
             if not bool(finite.all()):
                 index = sample[int(finite.int().argmin())]
                 shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-                raise ValueError(
-                    f"{shard_file(self.path, shard)}: item {index - self._starts[shard]}: NaN or infinity in the "
-                    f"latent of {'the mirror image' if mirror else 'the image'}"
-                )
+                item = f"{shard_file(self.path, shard)}: item {index - self._starts[shard]}"
+                what = "the mirror image" if mirror else "the image"
+                raise ValueError(f"{item}: NaN or infinity in the latent of {what}")
         if self.spec.vae["path"] == "identity":
             self.latent_std = float(moments.double().std(correction=0))
         else:
@@ -228,10 +226,8 @@ def check_std(std: float, where: str | Path, vae: str) -> None:
     """Raise ValueError for latents that are not of about unit size: unscaled, scaled twice, or of another VAE."""
     low, high = STD_RANGE
     if not low <= std <= high:
-        raise ValueError(
-            f"{where}: latents have std {std:.3g} after scaling, expected {low} to {high}; unscaled, scaled twice, or "
-            f"not of the VAE {vae}"
-        )
+        cause = f"unscaled, scaled twice, or not of the VAE {vae}"
+        raise ValueError(f"{where}: latents have std {std:.3g} after scaling, expected {low} to {high}; {cause}")
 
 
 def vae_options(config: VaeConfig, device: str | torch.device) -> dict[str, Any]:
@@ -265,10 +261,8 @@ def open_dataset(
     if is_dataset(config.path) or config.from_images:
         return _open_images(config, vae, device)
     shards = LatentDataset(config.path, scaling_factor=vae.scaling_factor, shift_factor=vae.shift_factor)
-    if config.images.image_size not in (None, shards.spec.image_size):
-        raise ValueError(
-            f"data.images.image_size: {config.images.image_size}; {config.path} was made with {shards.spec.image_size}"
-        )
+    if (side := config.images.image_size) not in (None, shards.spec.image_size):
+        raise ValueError(f"data.images.image_size: {side}; {config.path} was made with {shards.spec.image_size}")
     made_with = shards.spec.vae["path"]
     rebuilt = LatentVAE.from_description(shards.spec.vae, path=vae.path, **vae_options(vae, device))
     if vae.path not in (None, made_with):

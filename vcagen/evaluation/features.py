@@ -15,6 +15,7 @@ from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
+from vcagen.processes.process import check_choice
 from vcagen.system.files import sha256
 
 WEIGHTS_PREFIX = "6726825d"
@@ -220,8 +221,7 @@ def load_extractor(
     Raises:
         ValueError: unknown name, or as its constructor.
     """
-    if name not in EXTRACTORS:
-        raise ValueError(f"extractor: {name}; choose from {', '.join(EXTRACTORS)}")
+    check_choice("extractor", name, EXTRACTORS)
     return EXTRACTORS[name](weights=weights, device=device)
 
 

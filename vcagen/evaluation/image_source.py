@@ -90,10 +90,8 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
     source = open_images(path) if whole else _open_sample_folder(path, num_workers)
     if expected is not None and source.count != expected:
         extra = [] if whole else source.images.names[expected:]
-        names = f" (too many: {few(extra, 5)})" if extra else ""
-        raise ValueError(
-            f"{path}: {source.count} images, {expected} expected{names}; give --num_images {source.count} to score them"
-        )
+        found = f"{expected} expected (too many: {few(extra, 5)})" if extra else f"{expected} expected"
+        raise ValueError(f"{path}: {source.count} images, {found}; give --num_images {source.count} to score them")
     return source
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vcagen.processes.process import Model
+from vcagen.processes.process import Model, check_choice
 
 SPACINGS = ("ddpm", "ddim")
 
@@ -87,8 +87,7 @@ class GaussianDiffusion:
         full = self.full_num_timesteps
         if not 1 <= num_steps <= full:
             raise ValueError(f"num_steps: {num_steps}; the schedule has 1 to {full}")
-        if spacing not in SPACINGS:
-            raise ValueError(f"spacing: {spacing}; choose from {', '.join(SPACINGS)}")
+        check_choice("spacing", spacing, SPACINGS)
         if spacing == "ddim":
             stride = math.ceil(full / num_steps)
             kept = list(range(0, full, stride))

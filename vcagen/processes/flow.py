@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from vcagen.processes.process import Model
+from vcagen.processes.process import Model, check_choice
 
 DIFFUSION_FORMS = ("constant", "SBDM", "sigma", "linear", "decreasing", "increasing-decreasing")
 
@@ -38,6 +38,7 @@ class LinearInterpolant:
         Raises:
             ValueError: unknown form.
         """
+        check_choice("diffusion_form", form, DIFFUSION_FORMS)
         t = torch.as_tensor(t)
         if form == "constant":
             return torch.ones_like(t)
@@ -47,9 +48,7 @@ class LinearInterpolant:
             return 1 - t
         if form == "decreasing":
             return 0.25 * (torch.cos(math.pi * t) + 1) ** 2
-        if form == "increasing-decreasing":
-            return torch.sin(math.pi * t) ** 2
-        raise ValueError(f"diffusion_form: {form}; choose from {', '.join(DIFFUSION_FORMS)}")
+        return torch.sin(math.pi * t) ** 2  # increasing-decreasing
 
     def sample_t(
         self, count: int, generator: torch.Generator | None = None, device: torch.device | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -40,3 +40,9 @@ def refuse_non_finite(x: Tensor, what: str) -> None:
     finite = x.flatten(1).isfinite().all(1)
     if not bool(finite.all()):
         raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())
+
+
+def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    """Raise ValueError where the value of an option is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{option}: {value}; choose from {', '.join(choices)}")

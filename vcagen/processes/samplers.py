@@ -18,7 +18,7 @@ from torchdiffeq import odeint
 from vcagen.processes.diffusion import GaussianDiffusion
 from vcagen.processes.flow import LinearInterpolant
 from vcagen.processes.guidance import Predict
-from vcagen.processes.process import refuse_non_finite
+from vcagen.processes.process import check_choice, refuse_non_finite
 
 RandnLike = Callable[[Tensor], Tensor]
 
@@ -119,8 +119,7 @@ def ode_sample(
             or too small for this flow; NonFiniteError for a velocity of an adaptive method that is not finite.
     """
     adaptive = method in ADAPTIVE_METHODS
-    if not adaptive and method not in FIXED_METHODS:
-        raise ValueError(f"method: {method}; choose from {', '.join(FIXED_METHODS + ADAPTIVE_METHODS)}")
+    check_choice("method", method, FIXED_METHODS + ADAPTIVE_METHODS)
     if adaptive and num_steps is not None:
         raise ValueError(f"num_steps: {num_steps}; {method} chooses its own steps: leave it out, set atol and rtol")
     if not adaptive and (num_steps is None or num_steps < 1):
@@ -145,10 +144,8 @@ def ode_sample(
     except AssertionError as error:
         if "underflow in dt" not in str(error):
             raise
-        raise ValueError(
-            f"method: {method} shrank its steps to nothing at atol {atol}, rtol {rtol}; "
-            "the flow explodes, or the tolerances are too small"
-        ) from error
+        cause = f"the flow explodes, or the tolerances are too small: atol {atol}, rtol {rtol}"
+        raise ValueError(f"method: {method} shrank its steps to nothing; {cause}") from error
     return x
 
 
@@ -181,8 +178,7 @@ def sde_sample(
         ValueError: unknown form or last step; sizes out of range.
     """
     last_step = last_step or "none"
-    if last_step not in LAST_STEPS:
-        raise ValueError(f"last_step: {last_step}; choose from {', '.join(LAST_STEPS)}")
+    check_choice("last_step", last_step, LAST_STEPS)
     if num_steps < 1:
         raise ValueError(f"num_steps: {num_steps}; needs at least 1")
     if last_step != "none" and not 0 < last_step_size < 1:

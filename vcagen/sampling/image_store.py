@@ -83,10 +83,8 @@ class ImageStore:
             before.pop("facts", None)
             for field in dict.fromkeys([*now, *before]):
                 if before.get(field) != now.get(field):
-                    raise ValueError(
-                        f"{field}: {self.folder} was made with {before.get(field)!r}, now {now.get(field)!r}; "
-                        "repeat the settings or choose another --out"
-                    )
+                    change = f"{self.folder} was made with {before.get(field)!r}, now {now.get(field)!r}"
+                    raise ValueError(f"{field}: {change}; repeat the settings or choose another --out")
         elif self.folder.exists() and any(file.suffix != ".tmp" for file in self.folder.iterdir()):
             raise ValueError(f"out: {self.folder} is not empty and has no manifest.json; choose another folder")
         else:  # before anything else is there, so that a run killed here is known again

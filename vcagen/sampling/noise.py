@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vcagen.system.files import few
+
 LABEL, START, STEPS = range(3)
 """Independent streams of one image."""
 
@@ -96,17 +98,14 @@ class LabelRule:
     def _label(self, text: str, names: dict[str, int]) -> int:
         if text.isdecimal() and int(text) < self.num_classes:
             if names.get(text, int(text)) != int(text):
-                raise ValueError(
-                    f"labels: {text!r} is a label and also the name of class {names[text]}; give 0{text} for label "
-                    f"{int(text)}, or 0{names[text]} for the class of that name"
-                )
+                ways = f"give 0{text} for that label, or 0{names[text]} for that class"
+                raise ValueError(f"labels: {text!r} is a label and also the name of class {names[text]}; {ways}")
             return int(text)
         if text in names:
             return names[text]
         valid = f"labels 0..{self.num_classes - 1}"
         if names:
-            listed = list(names)
-            valid += f" or class names {', '.join(listed[:5])}" + (f", ... ({len(listed)})" if len(listed) > 5 else "")
+            valid += f" or class names {few(list(names), 5)}"
         raise ValueError(f"labels: {text!r} is not a class; valid are {valid}")
 
     def __call__(self, indices: Iterable[int], noise: SeededNoise) -> Tensor:

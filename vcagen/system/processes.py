@@ -25,10 +25,8 @@ def build_accelerator(*, patient: bool = False, **options: Any) -> Accelerator:
     accelerator.gradient_accumulation_steps = 1  # the trainer accumulates itself, whatever the environment says
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
-        raise ValueError(
-            f"WORLD_SIZE: the launcher started {launched} processes, accelerate joined {accelerator.num_processes}; "
-            "on CPU launch with torchrun --nproc_per_node"
-        )
+        found = f"{launched} processes were started, {accelerator.num_processes} joined by accelerate"
+        raise ValueError(f"WORLD_SIZE: {found}; on CPU launch with torchrun --nproc_per_node")
     return accelerator
 
 

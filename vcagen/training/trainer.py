@@ -49,10 +49,8 @@ def local_part(batch_size: int, rank: int, world_size: int) -> slice:
     """
     if batch_size % world_size:
         valid = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
-        raise ValueError(
-            f"train.batch_size: {batch_size} images cannot be shared by {world_size} processes; "
-            f"valid process counts: {', '.join(map(str, valid))}"
-        )
+        counts = f"valid process counts: {', '.join(map(str, valid))}"
+        raise ValueError(f"train.batch_size: {batch_size} images cannot be shared by {world_size} processes; {counts}")
     size = batch_size // world_size
     return slice(rank * size, (rank + 1) * size)
 
@@ -307,14 +305,11 @@ class Trainer:
             ValueError: the data is not that of the checkpoint, or a damaged checkpoint or log.
         """
         folder = latest_checkpoint(self.run_dir)
-        state: dict[str, Any] = {"step": 0, "losses": {"sums": {}, "images": 0}}
-        if folder is not None:
-            state = read_state(folder)
+        new: dict[str, Any] = {"step": 0, "losses": {"sums": {}, "images": 0}}
+        state = new if folder is None else read_state(folder)
         steps = self.accelerator.gather(torch.tensor([state["step"]], device=self.device)).tolist()
         if len(set(steps)) > 1:
-            raise ValueError(
-                f"run_dir: {self.run_dir} is not the same folder for all processes: they find steps {steps}"
-            )
+            raise ValueError(f"run_dir: {self.run_dir} is not the same for all processes: they find steps {steps}")
         if folder is not None:
             if state["num_items"] != len(self.dataset):
                 raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
