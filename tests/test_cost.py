@@ -91,9 +91,12 @@ def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():
     model = build_model(config, ProcessConfig("flow"), data)
     with torch.device("meta"):
         meta = build_model(config, ProcessConfig("flow"), data)
-    two, four = activation_bytes(meta, 2), activation_bytes(meta, 4)
+    two, four, half = activation_bytes(meta, 2), activation_bytes(meta, 4), activation_bytes(meta, 2, "bf16")
+    many, many_half = activation_bytes(meta, 256), activation_bytes(meta, 256, "bf16")
     assert activation_bytes(model, 2) == two
+    assert activation_bytes(model, 2, "bf16") == half
     assert 1.8 * two < four <= 2 * two
+    assert 0.5 * many < many_half < 0.8 * many
 
 
 def test_the_command_prints_the_cost_of_a_network_and_writes_json(tmp_path, capsys):

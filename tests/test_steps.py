@@ -4,7 +4,7 @@ import torch
 
 from vcagen.processes.diffusion import GaussianDiffusion
 from vcagen.processes.flow import LinearInterpolant
-from vcagen.training.randomness import StepSampler, draw, hashed_seed
+from vcagen.training.randomness import DrawsAhead, StepDraws, StepSampler, draw, hashed_seed
 
 
 def test_epochs_are_permutations():
@@ -45,7 +45,7 @@ def test_mirror_coins_are_fair_or_off():
 
 def test_draws_repeat_and_change_with_step_and_seed():
     def draws(seed, step):
-        return draw(seed, step, 64, (2, 4, 4), LinearInterpolant(), 0.1, "cpu")
+        return draw(seed, step, 64, (2, 4, 4), LinearInterpolant(), 0.1)
 
     first = draws(0, 5)
     for name in ("dropped", "t", "noise", "posterior"):
@@ -59,17 +59,37 @@ def test_draws_repeat_and_change_with_step_and_seed():
     assert part.t.equal(first.t[16:32])
 
 
+def test_draws_made_ahead_are_the_same_in_any_order_of_steps(monkeypatch):
+    """As on a GPU, but for the memory."""
+    monkeypatch.setattr(StepDraws, "pinned", lambda draws: draws)
+    monkeypatch.setattr(StepDraws, "to", lambda draws, device: draws)
+    made = []
+
+    def of_step(step):
+        made.append(step)
+        return draw(0, step, 8, (1, 2, 2), LinearInterpolant(), 0.1)
+
+    ahead = DrawsAhead(of_step, torch.device("cuda"))
+    for step in (3, 4, 5, 9, 10):
+        assert ahead(step).noise.equal(draw(0, step, 8, (1, 2, 2), LinearInterpolant(), 0.1).noise)
+    ahead._pool.shutdown()
+    assert sorted(made) == [3, 4, 5, 6, 9, 10, 11]
+    alone = DrawsAhead(of_step, torch.device("cpu"))
+    assert alone(3).noise.equal(ahead._draw(3).noise)
+    assert made[-2:] == [3, 3]
+
+
 def test_distributions():
-    flow = draw(0, 0, 20_000, (1, 1, 1), LinearInterpolant(), 0.1, "cpu")
+    flow = draw(0, 0, 20_000, (1, 1, 1), LinearInterpolant(), 0.1)
     assert abs(flow.dropped.float().mean() - 0.1) < 0.01
     assert flow.t.min() >= 0
     assert flow.t.max() < 1
     assert abs(flow.t.mean() - 0.5) < 0.01
     assert abs(flow.noise.std() - 1) < 0.02
-    times = draw(0, 0, 20_000, (1, 1, 1), GaussianDiffusion(), 0.0, "cpu").t
+    times = draw(0, 0, 20_000, (1, 1, 1), GaussianDiffusion(), 0.0).t
     assert times.dtype == torch.int64
     assert (times.min(), times.max()) == (0, 999)
-    assert not draw(0, 0, 1000, (1, 1, 1), GaussianDiffusion(), 0.0, "cpu").dropped.any()
+    assert not draw(0, 0, 1000, (1, 1, 1), GaussianDiffusion(), 0.0).dropped.any()
 
 
 def test_seeds_depend_on_every_part():

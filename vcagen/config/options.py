@@ -264,6 +264,8 @@ class SampleConfig(SamplingConfig):
     """Autocast of the network; the VAE stays in its own precision."""
     compile: bool = False
     """Run the network through torch.compile."""
+    tf32: bool | None = None
+    """Allow TF32 matrix products of the network on GPUs; VAE and scores stay exact. Default: as in its training."""
     npz: bool = False
     """Write samples.npz as the ADM evaluator reads it, beside the PNG files."""
     vae: str | None = None

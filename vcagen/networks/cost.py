@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,22 +47,29 @@ def state_bytes(model: nn.Module, num_emas: int) -> int:
     return 4 * (everything + 3 * trained + num_emas * everything)
 
 
-def activation_bytes(model: DiT, batch: int) -> int:
-    """Bytes that a float32 forward pass of `batch` images keeps for the backward pass."""
+def activation_bytes(model: DiT, batch: int, precision: str = "no") -> int:
+    """Bytes that a forward pass of `batch` images keeps for the backward pass, under autocast to bf16 or fp16 if so.
+
+    The pass is made with fake tensors, which take no memory.
+    """
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # storages must not be freed, or their keys would come again
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with FakeTensorMode():
+        fake = {name: torch.empty(p.shape, requires_grad=p.requires_grad) for name, p in model.named_parameters()}
+        own = {tensor.untyped_storage()._cdata for tensor in fake.values()}
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage.nbytes()
+                alive.append(tensor)
+            return tensor
 
-    parameter = next(model.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(*_inputs(model, batch, parameter.device, parameter.dtype))
+        inputs = _inputs(model, batch, torch.device("cpu"), torch.float32)
+        autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+            torch.func.functional_call(model, fake, inputs)
     return sum(kept.values())
 
 

@@ -54,11 +54,12 @@ class SamplingSession:
         self.config = config
         # The other processes wait while the first measures a reference, which may take longer than ten minutes.
         self.accelerator = build_accelerator(patient=True)
-        torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution
         loaded = load(
             config.run_dir or config.checkpoint or "", weights=config.weights, step=config.step,
             process=config.process, vae=config.vae, device=self.accelerator.device,
         )  # fmt: skip
+        self.tf32 = loaded.config.train.tf32 if config.tf32 is None else config.tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
         self.calls, self.bar = 0, tqdm(disable=True)
         self.run = replace(loaded, network=self._network(loaded.network))
         self.settings = loaded.sampling(
@@ -190,6 +191,7 @@ class SamplingSession:
             "labels": self.labels.given or self.labels.rule,
             "precision": config.precision,
             "compile": config.compile,
+            "tf32": self.tf32,
         }
 
     def _facts(self) -> dict[str, Any]:
@@ -204,7 +206,7 @@ class SamplingSession:
                         "cfg_scale": settings.cfg_scale, "cfg_channels": settings.guided_channels,
                         "cfg_interval": settings.cfg_interval, "seed": config.seed,
                         "world_size": self.accelerator.num_processes, "batch": config.batch,
-                        "precision": config.precision, "compile": config.compile, **options},
+                        "precision": config.precision, "compile": config.compile, "tf32": self.tf32, **options},
             "model": {"config": asdict(run.config.model), "process": run.config.process.name, "step": run.step,
                       "checkpoint_sha256": run.weights_sha256, "ema_decay": run.ema_decay},
             "vae": {"id": run.vae.path, "sha256": run.data.vae["sha256"], "scale": run.vae.scaling_factor},

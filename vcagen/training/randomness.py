@@ -7,8 +7,9 @@ or on where it was interrupted.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -87,24 +88,53 @@ class StepDraws:
         """The same for some rows of the batch."""
         return StepDraws(self.dropped[rows], self.t[rows], self.noise[rows], self.posterior[rows])
 
+    def to(self, device: torch.device) -> StepDraws:
+        """The same on that device; a copy from pinned memory does not wait for it."""
+        return StepDraws(*(getattr(self, draw.name).to(device, non_blocking=True) for draw in fields(self)))
+
+    def pinned(self) -> StepDraws:
+        """The same in pinned memory."""
+        return StepDraws(*(getattr(self, draw.name).pin_memory() for draw in fields(self)))
+
 
 def draw(
-    seed: int,
-    step: int,
-    batch_size: int,
-    shape: tuple[int, int, int],
-    process: Process,
-    dropout: float,
-    device: torch.device | str,
+    seed: int, step: int, batch_size: int, shape: tuple[int, int, int], process: Process, dropout: float
 ) -> StepDraws:
-    """The random numbers of the global batch of a step with latents of that (C, H, W), drawn on the device."""
-    generator = torch.Generator(device).manual_seed(hashed_seed(seed, "step", step))
+    """The random numbers of the global batch of a step with latents of that (C, H, W).
+
+    Drawn on the host: a GPU's own generator gives other numbers on another model of GPU.
+    """
+    generator = torch.Generator().manual_seed(hashed_seed(seed, "step", step))
     return StepDraws(
-        dropped=torch.rand(batch_size, generator=generator, device=device) < dropout,
+        dropped=torch.rand(batch_size, generator=generator) < dropout,
         t=process.sample_t(batch_size, generator),
-        noise=torch.randn(batch_size, *shape, generator=generator, device=device),
-        posterior=torch.randn(batch_size, *shape, generator=generator, device=device),
+        noise=torch.randn(batch_size, *shape, generator=generator),
+        posterior=torch.randn(batch_size, *shape, generator=generator),
     )
+
+
+class DrawsAhead:
+    """The draws of consecutive steps on a device: for a GPU made in a thread while it works on the step before.
+
+    Args:
+        draw: the draws of a step, on the host.
+    """
+
+    def __init__(self, draw: Callable[[int], StepDraws], device: torch.device) -> None:
+        self._draw, self._device = draw, device
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._ahead: dict[int, Future[StepDraws]] = {}
+
+    def __call__(self, step: int) -> StepDraws:
+        """The draws of a step."""
+        if self._device.type != "cuda":  # on a CPU a thread would take the network's time
+            return self._draw(step).to(self._device)
+        draws = self._ahead[step].result() if step in self._ahead else self._pinned(step)
+        self._ahead = {step + 1: self._pool.submit(self._pinned, step + 1)}
+        return draws.to(self._device)
+
+    def _pinned(self, step: int) -> StepDraws:
+        return self._draw(step).pinned()
 
 
 def drop_labels(y: Tensor, dropped: Tensor, null_label: int | None) -> Tensor:

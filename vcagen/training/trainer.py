@@ -35,7 +35,7 @@ from vcagen.system.run_folder import latest_checkpoint, lock_run
 from vcagen.training.checkpoint import load_checkpoint, prune_checkpoints, read_state, remove_leftovers, save_checkpoint
 from vcagen.training.ema import EMA
 from vcagen.training.metrics_log import MetricsLog
-from vcagen.training.randomness import StepDraws, StepSampler, draw, drop_labels
+from vcagen.training.randomness import DrawsAhead, StepDraws, StepSampler, draw, drop_labels
 
 PREVIEW = 64
 """A preview grid has at most so many images."""
@@ -87,6 +87,7 @@ class Trainer:
         self.network = network.train()
         self.model, self.optimizer = self._prepare(network)
         self.emas = [EMA(network.parameters(), decay, warmup=train.ema_warmup) for decay in train.ema_decays]
+        self.draws = DrawsAhead(self._draw, self.device)
         self.metrics = MetricsLog(accelerator, self.run_dir)
         self.grad_norm: Tensor | None = None
         """Norm of the last gradient that was measured, before clipping; on the device."""
@@ -144,7 +145,7 @@ class Trainer:
             moments: (n, M, h, w).
             y: labels (n,).
         """
-        draws = self.draws(self.step)
+        draws = self.draws(self.step)  # our rows of the global batch, from (seed, step) alone
         y = drop_labels(y, draws.dropped, self.network.null_label)
         for rows in self.micro_batches:
             with self.accumulate(rows):
@@ -159,12 +160,12 @@ class Trainer:
             ema.update(self.network.parameters(), self.step)
         self.step += 1
 
-    def draws(self, step: int) -> StepDraws:
+    def _draw(self, step: int) -> StepDraws:
         """The random numbers of our rows of the global batch, from (seed, step) alone."""
         data, train = self.dataset.spec, self.config.train
         return draw(
             self.config.seed, step, train.batch_size, (data.channels, data.height, data.width), self.process,
-            self.network.class_dropout_prob, self.device,
+            self.network.class_dropout_prob,
         ).part(self.part)  # fmt: skip
 
     def accumulate(self, rows: slice) -> AbstractContextManager[Any]:
@@ -210,7 +211,7 @@ class Trainer:
         """
         n = self.micro_batches[0].stop
         data = self.dataset.spec
-        draws = draw(0, 0, n, (data.channels, data.height, data.width), self.process, 0.0, self.device)
+        draws = draw(0, 0, n, (data.channels, data.height, data.width), self.process, 0.0).to(self.device)
         y = torch.zeros(n, dtype=torch.int64, device=self.device)
         for _ in range(2):  # buckets are rebuilt at the start of the second pass
             losses = self.process.losses(self.model, draws.noise, y, t=draws.t, noise=draws.posterior)
@@ -370,8 +371,10 @@ class Trainer:
             meta = build_model(self.config.model, self.config.process, data)
         cost = measure(meta)
         local, micro = self.part.stop - self.part.start, self.micro_batches[0].stop
-        state, activations = state_bytes(meta, len(self.emas)), activation_bytes(meta, micro)
+        state = state_bytes(meta, len(self.emas))
+        activations = activation_bytes(meta, micro, train.precision)
         processes = self.accelerator.num_processes
+        precision = "" if train.precision == "no" else f" in {train.precision}"
         lines = {
             "network": f"{self.config.model.size} {self.config.model.attention}, {self.config.process.name}",
             "parameters": f"{cost.params / 1e6:.2f} M",
@@ -383,7 +386,8 @@ class Trainer:
             "steps": f"{train.steps}, {train.steps * train.batch_size / n:.1f} epochs "
             f"of {n / train.batch_size:.1f} steps",
             "memory": f"{state / 2**20:.1f} MiB for weights, gradients, AdamW and {len(self.emas)} EMA "
-            f"({state / cost.params:.1f} bytes a parameter); float32 activations: about {activations / 2**20:.1f} MiB",
+            f"({state / cost.params:.1f} bytes a parameter); "
+            f"activations{precision}: about {activations / 2**20:.1f} MiB",
             "checkpoint": f"{(state - 4 * cost.params) / 2**20:.1f} MiB each",
         }
         return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
