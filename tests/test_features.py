@@ -16,10 +16,10 @@ from vcagen.evaluation.features import (
     MissingWeights,
     PixelFeatures,
     _downloaded_weights,
-    full_precision,
     load_extractor,
 )
 from vcagen.system.files import sha256
+from vcagen.system.precision import full_precision
 
 
 @pytest.fixture(scope="module")

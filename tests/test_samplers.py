@@ -253,7 +253,7 @@ def test_flow_that_explodes():
     """dx/dt = x^2 from 2 is infinite at t = 0.5."""
     noise = torch.full((1, 1, 1, 1), 2.0)
     assert not ode_sample(FLOW, lambda x, t: x**2, noise, num_steps=50, method="euler").isfinite().all()
-    with pytest.raises(ValueError, match="method: dopri5 shrank its steps to nothing; .* atol 1e-06"):
+    with pytest.raises(ValueError, match=r"method: dopri5 shrank its steps to nothing; .* atol 1e-06"):
         ode_sample(FLOW, lambda x, t: x**2, noise, method="dopri5")
 
 

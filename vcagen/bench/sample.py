@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from vcagen.bench._networks import sd_vae
 from vcagen.bench._timing import seconds_of
+from vcagen.bench.vae import sd_vae
 from vcagen.build import build_model
 from vcagen.config.job_options import SampleBenchConfig
 from vcagen.config.options import Config, ModelConfig, ProcessConfig, SampleConfig

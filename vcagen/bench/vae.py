@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from vcagen.bench._networks import sd_vae
 from vcagen.bench._timing import fastest, open_device
 from vcagen.config.job_options import VaeBenchConfig
 from vcagen.data.latents import LatentDataset, collate_whole, shard_file
@@ -41,6 +40,16 @@ def run(config: VaeBenchConfig) -> None:
         print(f"{name:<36}{value:>14,.2f}")
     if config.json is not None:
         write_json(config.json, {**asdict(config), **result})
+
+
+def sd_vae() -> Any:
+    """An AutoencoderKL of random weights, of the size of Stable Diffusion's."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+    ).eval()  # fmt: skip
 
 
 def write_latents(folder: Path, items: int) -> None:

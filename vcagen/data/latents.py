@@ -124,7 +124,7 @@ class LatentDataset(MomentsDataset):
         self._given = {"scaling_factor": scaling_factor, "shift_factor": shift_factor}
         refuse_format_1(self.path)
         if not (self.path / "shards.json").exists():
-            found = "no latents; vcagen encode makes them, or train from images by data.from_images=true"
+            found = "no latents; make them by vcagen encode, or train from images by data.from_images=true"
             if shards := len(list(self.path.glob("moments_*.npy"))):
                 found = f"{shards} latent shards, but not all; the same encode command completes them"
             raise ValueError(f"{path}: {found}")

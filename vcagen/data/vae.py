@@ -12,24 +12,9 @@ from torch import Tensor
 
 from vcagen.data.images import from_uint8, to_uint8
 from vcagen.processes.process import refuse_non_finite
+from vcagen.system.precision import full_precision
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-
-
-@contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
-    """The same kernels each time, in the VAE's own precision, whatever training or sampling has set around it."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-        ):
-            yield
-    finally:
-        matmul.allow_tf32 = before
 
 
 class LatentVAE:
@@ -115,7 +100,7 @@ class LatentVAE:
         if self.is_identity:
             return images.float()
         model = self._load()
-        with _exact(self.device):
+        with full_precision(self.device):
             posterior = model.encode(images.to(self.device, self._dtype)).latent_dist
         moments: Tensor = posterior.parameters.float()
         return moments
@@ -148,7 +133,7 @@ class LatentVAE:
         parts = []
         for part in torch.split(latents, batch or len(latents)):
             unscaled = part.to(self.device).float() / self.scaling_factor + self.shift_factor
-            with _exact(self.device):
+            with full_precision(self.device):
                 parts.append(model.decode(unscaled.to(self._dtype)).sample.float())
         images = torch.cat(parts)
         refuse_non_finite(images, "decoded image")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from vcagen.processes.process import check_choice
 from vcagen.system.files import sha256
+from vcagen.system.precision import full_precision
 
 WEIGHTS_PREFIX = "6726825d"
 """First digits of the SHA-256 of the converted Inception 2015-12-05 weights that everybody uses."""
@@ -83,22 +83,6 @@ class Extractor(ABC):
     def warnings(self, count: int, *, adm_reference: bool) -> list[str]:
         """What makes scores of `count` images by this extractor less than comparable."""
         return []
-
-
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, no TF32, deterministic convolutions, no gradients: scores differ visibly otherwise."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with (
-            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
-            torch.autocast(device.type, enabled=False),
-            torch.no_grad(),
-        ):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class InceptionFeatures(Extractor):

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vcagen.evaluation.features import Extractor, full_precision
+from vcagen.evaluation.features import Extractor
+from vcagen.system.precision import full_precision
 
 IS_CHUNK = 5_000
 """Images over which the ADM evaluator takes one inception score."""

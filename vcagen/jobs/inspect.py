@@ -34,7 +34,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         file = find_weights(path)
-        names = sorted(file.name.removesuffix(".safetensors") for file in file.parent.glob("ema_*.safetensors"))
+        names = sorted(file.stem for file in file.parent.glob("ema_*.safetensors"))
         run = {"path": str(path), "kind": "run", "checkpoints": list(list_checkpoints(path))}
         return {**describe(file), **run, "weights": ["raw", *names]}
     weights = read_weights(path)

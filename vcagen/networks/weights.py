@@ -242,14 +242,12 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     step = max(checkpoints) if step is None else step
     if step not in checkpoints:
         raise ValueError(f"step: {run} has no checkpoint {step}; it has {few(list(checkpoints), 20)}")
-    files = {"raw": checkpoints[step] / "model.safetensors"}
-    averages = {path.name.removesuffix(".safetensors"): path for path in checkpoints[step].glob("ema_*.safetensors")}
+    averages = {path.stem: path for path in sorted(checkpoints[step].glob("ema_*.safetensors"))}
     if weights == "ema" and averages:
-        file = next(iter(averages.values()))
-        with reading(file):
+        with reading(file := next(iter(averages.values()))):
             weights = f"ema_{(read_metadata(file) or {})['config']['train']['ema_decays'][0]}"
-    files.update(sorted(averages.items()))
-    if weights not in files or not files[weights].is_file():
+    files = {"raw": checkpoints[step] / "model.safetensors", **averages}
+    if weights not in files:
         raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
     return files[weights]
 

@@ -46,8 +46,8 @@ def report_table(table: Table, name: str, runs: str | Path, out: str | Path, *, 
     return text
 
 
-def report_run(folder: str | Path, out: str | Path | None = None, *, score: str | None = None) -> str:
-    """Write report.md, report.json and loss.png of a run into `out`, by default the run folder itself.
+def report_run(folder: str | Path, out: str | Path, *, score: str | None = None) -> str:
+    """Write report.md, report.json and loss.png of a run into `out`.
 
     Raises:
         ValueError: not a run folder, or a damaged file in it.
@@ -60,7 +60,7 @@ def report_run(folder: str | Path, out: str | Path | None = None, *, score: str 
         with reading(newest / "model.safetensors"):
             metadata = read_metadata(newest / "model.safetensors") or {}
             cost = cost_of(run.config, DataSpec.from_dict(metadata["data"]))
-    out = folder if out is None else Path(out)
+    out = Path(out)
     picture = plot_losses(folder, out)
     text = run_text(run, cost, picture.name)
     write_json(out / "report.json", run_values(run, cost))

@@ -20,7 +20,7 @@ from vcagen.data.vae import DEFAULT_VAE, LatentVAE
 from vcagen.networks.dit import DIT_SIZES
 from vcagen.networks.weights import Weights, architecture, find_weights, load_into, read_weights
 from vcagen.processes.guidance import with_cfg
-from vcagen.processes.process import Model, NonFiniteError, Process
+from vcagen.processes.process import Model, NonFiniteError, Process, check_choice
 from vcagen.processes.samplers import SAMPLERS
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.noise import LabelRule, SeededNoise
@@ -125,8 +125,7 @@ class LoadedRun:
         Raises:
             ValueError: a label, an index or an option that is not possible.
         """
-        if output not in ("pil", "tensor"):
-            raise ValueError(f"output: {output!r}; choose pil or tensor")
+        check_choice("output", output, ("pil", "tensor"))
         labels = self.config.sampling.labels if labels is None else labels
         each = not isinstance(labels, str)
         if indices is None:

@@ -12,11 +12,9 @@ from accelerate.utils import DistributedType
 
 from vcagen.build import build_model, build_process
 from vcagen.config.options import Config, TrainConfig
-from vcagen.data.latents import DataSpec, MomentsDataset, open_dataset, vae_options
-from vcagen.data.vae import LatentVAE
+from vcagen.data.latents import DataSpec, open_dataset
 from vcagen.networks.dit import DiT
 from vcagen.networks.weights import find_weights, load_into, read_weights
-from vcagen.processes.process import Process
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
@@ -38,17 +36,8 @@ def run(config: Config) -> None:
     trainer.accelerator.end_training()
 
 
-def build_trainer(
-    config: Config,
-    *,
-    dataset: MomentsDataset | None = None,
-    process: Process | None = None,
-    vae: LatentVAE | None = None,
-) -> Trainer:
+def build_trainer(config: Config) -> Trainer:
     """All that a training needs. Nothing is written before `fit`.
-
-    Args:
-        dataset, process, vae: in place of those that the configuration names.
 
     Raises:
         ValueError: data, sizes or options that do not fit, or an existing run of another configuration.
@@ -56,9 +45,7 @@ def build_trainer(
     check_options(config)
     apply_backend_flags(config.train)
     accelerator = build_accelerator(
-        mixed_precision=config.train.precision,
-        log_with=config.log.trackers or None,
-        project_dir=config.run_dir,
+        mixed_precision=config.train.precision, log_with=config.log.trackers or None, project_dir=config.run_dir
     )
     local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -67,17 +54,13 @@ def build_trainer(
         raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
     run_dir = Path(config.run_dir)
     check_same_run(run_dir, config)
-    if dataset is None:
-        dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
-    elif vae is None:
-        vae = LatentVAE.from_description(dataset.spec.vae, **vae_options(config.vae, accelerator.device))
-    assert vae is not None
+    dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
     check_same_data(run_dir, dataset.spec)
     trainer = Trainer(
         config,
         accelerator=accelerator,
         network=initial_network(config, dataset.spec),
-        process=process or build_process(config.process),
+        process=build_process(config.process),
         vae=vae,
         dataset=dataset,
     )

@@ -26,7 +26,7 @@ from vcagen.data.vae import LatentVAE
 from vcagen.networks.cost import activation_bytes, measure, state_bytes
 from vcagen.networks.dit import DiT
 from vcagen.processes.process import Process
-from vcagen.sampling.image_store import save_grid
+from vcagen.sampling.image_store import PREVIEW, save_grid
 from vcagen.sampling.load_run import LoadedRun
 from vcagen.system.files import FORMAT, atomic_file
 from vcagen.system.interruption import Interruption
@@ -36,9 +36,6 @@ from vcagen.training.checkpoint import load_checkpoint, prune_checkpoints, read_
 from vcagen.training.ema import EMA
 from vcagen.training.metrics_log import MetricsLog
 from vcagen.training.randomness import DrawsAhead, StepDraws, StepSampler, draw, drop_labels
-
-PREVIEW = 64
-"""A preview grid has at most so many images."""
 
 
 def local_part(batch_size: int, rank: int, world_size: int) -> slice:
