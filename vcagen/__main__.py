@@ -22,6 +22,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "inspect": (job_options.InspectConfig, "vcagen.jobs.inspect"),
     "export": (job_options.ExportConfig, "vcagen.jobs.export"),
     "bench attention": (job_options.AttentionBenchConfig, "vcagen.bench.attention"),
+    "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),
     "bench train": (job_options.TrainBenchConfig, "vcagen.bench.train"),
     "bench sample": (job_options.SampleBenchConfig, "vcagen.bench.sample"),
     "bench vae": (job_options.VaeBenchConfig, "vcagen.bench.vae"),

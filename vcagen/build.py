@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vcagen.config.options import SAMPLING_OPTIONS, ModelConfig, ProcessConfig, SamplingConfig, VcaOptions
 from vcagen.data.latents import DataSpec
+from vcagen.networks.attention import VisualContrastAttention
 from vcagen.networks.dit import DiT, parse_size
+from vcagen.networks.kernel_times import fused_wins
 from vcagen.processes import PROCESSES
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Process, check_choice
@@ -29,6 +31,8 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
     check_choice("process.name", process.name, PROCESSES)
     changed = {name: value for name, value in asdict(model.attention_options).items()
                if value != getattr(VcaOptions(), name)}  # fmt: skip
+    if changed.get("kernel") == "maps":  # the networks' own default
+        del changed["kernel"]
     with prefixing("model."):
         shape = parse_size(model.size)
         for name in ("hidden_size", "depth", "num_heads"):
@@ -46,6 +50,29 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
             gradient_checkpointing=model.gradient_checkpointing,
             **shape,
         )
+
+
+def resolve_kernel(model: ModelConfig, data: DataSpec, precision: str, device: torch.device) -> ModelConfig:
+    """The model options with `kernel: auto` decided: fused where it was measured to be faster on this GPU, else maps.
+
+    Raises:
+        ValueError: fused on another device than a GPU.
+    """
+    kernel = model.attention_options.kernel
+    if kernel == "fused" and device.type != "cuda":
+        raise ValueError(f"model.attention_options.kernel: fused runs on CUDA devices, not on {device.type}; take maps")
+    if kernel != "auto":
+        return model
+    with torch.device("meta"):
+        attention = build_model(model, ProcessConfig(), data).blocks[0].attn
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    wins = isinstance(attention, VisualContrastAttention) and fused_wins(attention, dtype, device)
+    return with_kernel(model, "fused" if wins else "maps")
+
+
+def with_kernel(model: ModelConfig, kernel: Literal["maps", "fused"]) -> ModelConfig:
+    """The model options with that kernel; maps run on any device."""
+    return replace(model, attention_options=replace(model.attention_options, kernel=kernel))
 
 
 def build_process(process: ProcessConfig) -> Process:

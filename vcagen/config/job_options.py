@@ -320,3 +320,41 @@ class VaeBenchConfig:
     """Device of the VAE."""
     json: str | None = None
     """File to write the numbers to as well."""
+
+
+@dataclass(frozen=True)
+class KernelsBenchConfig:
+    """Time the fused kernels beside the maps and plain flash attention on this GPU, or compile them for any.
+
+    vcagen bench kernels --save
+    vcagen bench kernels --compile_only
+    """
+
+    compile_only: bool = False
+    """Compile ahead of time and print registers, spills and shared memory; needs no GPU."""
+    save: bool = False
+    """Keep the times on this machine, where `kernel: auto` finds them."""
+    head_dims: list[PositiveInt] = field(default_factory=lambda: [64, 72])
+    """Head widths; 64 is that of S and B, 72 that of XL."""
+    token_sides: list[PositiveInt] = field(default_factory=lambda: [16, 32, 64])
+    """Sides of the token grid; the first is compiled for."""
+    contrast_grid: tuple[PositiveInt, PositiveInt] = (8, 8)
+    """Rows and columns of the contrast grid."""
+    precisions: list[Literal["float32", "bfloat16", "float16"]] = field(default_factory=lambda: ["bfloat16"])
+    """Types of the projection."""
+    num_heads: PositiveInt = 6
+    """Heads of the layers that are timed."""
+    batch_tokens: PositiveInt = 65536
+    """Tokens of a batch that is timed."""
+    seconds: PositiveFloat = 2.0
+    """Time of each measurement."""
+    capabilities: list[PositiveInt] = field(default_factory=lambda: [80, 90, 120])
+    """Compute capabilities to compile for: 80 is A100, 90 H100 and H200, 120 RTX 50."""
+    rows: list[PositiveInt] = field(default_factory=list)
+    """Rows of a block to compile. Default: those that a call takes."""
+    warps: list[PositiveInt] = field(default_factory=list)
+    """Warps to compile. Default: those that a call takes."""
+    stages: list[PositiveInt] = field(default_factory=list)
+    """Pipeline stages to compile. Default: those that a call takes."""
+    json: str | None = None
+    """File to write the numbers to as well."""

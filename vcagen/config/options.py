@@ -35,6 +35,11 @@ class VcaOptions:
     """What the positive stream is made of: pooled queries, learned embeddings, or their sum."""
     negative_tokens: Literal["pool", "emb", "pool+emb"] = "pool+emb"
     """What the negative stream is made of."""
+    kernel: Literal["auto", "maps", "fused"] = "auto"
+    """How it is computed: maps (plain PyTorch), fused (one CUDA kernel a direction), or auto: fused where a measurement
+    says that it is faster on this GPU, else maps. A run keeps what it was started with."""
+    recompute_maps: bool = False
+    """Compute the maps again in the backward pass rather than keep them: less memory, more time."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +312,8 @@ MUTABLE = (
     "data.path",
     "data.num_workers",
     "model.gradient_checkpointing",
+    "model.attention_options.kernel",
+    "model.attention_options.recompute_maps",
     "train.steps",
     "train.micro_batch_size",
     "train.compile",

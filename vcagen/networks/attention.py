@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,9 +17,13 @@ import torch.nn.functional as F
 from einops import rearrange, reduce, repeat
 from timm.layers.attention import Attention
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vcagen.networks import fused
 
 Stage = Literal["contrast", "differential", "vanilla"]
 Tokens = Literal["pool", "emb", "pool+emb"]
+Kernel = Literal["maps", "fused"]
 
 
 class VisualContrastAttention(nn.Module):
@@ -39,6 +44,9 @@ class VisualContrastAttention(nn.Module):
         block_index: 0-based index of the block, for lambda_init = 0.8 - 0.6 exp(-0.3 * block_index) (arXiv 2410.05258).
         contrast_grid: (h, w) of the contrast tokens, larger than the token grid if you like.
         num_prefix_tokens: tokens before the grid (a class token); they are left out of the pooling only.
+        kernel: maps, plain PyTorch; or fused, both stages in one CUDA kernel a direction (`fused.py`), which takes
+            both stages as contrast, up to 128 contrast tokens and heads 32 to 128 wide.
+        recompute_maps: compute the maps again in the backward pass rather than keep them (kernel maps only).
 
     Raises:
         ValueError: a value that is not possible, by name; in `forward`, a token count that does not fit the grid.
@@ -58,6 +66,8 @@ class VisualContrastAttention(nn.Module):
         negative_tokens: Tokens = "pool+emb",
         qkv_bias: bool = True,
         num_prefix_tokens: int = 0,
+        kernel: Kernel = "maps",
+        recompute_maps: bool = False,
     ) -> None:
         super().__init__()
         head_dim = _head_dim(dim, num_heads)
@@ -68,6 +78,7 @@ class VisualContrastAttention(nn.Module):
             ("stage2", stage2, get_args(Stage)),
             ("positive_tokens", positive_tokens, get_args(Tokens)),
             ("negative_tokens", negative_tokens, get_args(Tokens)),
+            ("kernel", kernel, get_args(Kernel)),
         ):
             if value not in valid:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(valid)}")
@@ -85,6 +96,11 @@ class VisualContrastAttention(nn.Module):
         self.stage1, self.stage2 = stage1, stage2
         self.positive_tokens, self.negative_tokens = positive_tokens, negative_tokens
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * block_index)
+        if kernel == "fused" and (reason := fused.why_not(self.num_contrast_tokens, head_dim, (stage1, stage2))):
+            raise ValueError(f"kernel: fused {reason}; kernel: maps computes any")
+        if kernel == "fused" and recompute_maps:
+            raise ValueError("recompute_maps: kernel: fused keeps no maps")
+        self.kernel, self.recompute_maps = kernel, recompute_maps
 
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
@@ -105,20 +121,42 @@ class VisualContrastAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, D) -> (N, T, D)."""
-        q, k, v = rearrange(self.qkv(x), "n t (three m d) -> three n m t d", three=3, m=self.num_heads)
-        return self.proj(rearrange(self.attend(q, k, v), "n m t d -> n t (m d)"))
+        qkv = rearrange(self.qkv(x), "n t (three m d) -> n t three m d", three=3, m=self.num_heads)
+        if self.kernel == "fused":
+            return self.proj(self.attend_packed(qkv).flatten(2))
+        attend = self.attend
+        if self.recompute_maps and torch.is_grad_enabled():
+            attend = partial(checkpoint, self.attend, use_reentrant=False, preserve_rng_state=False)
+        return self.proj(rearrange(attend(*split_qkv(qkv)), "n m t d -> n t (m d)"))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Both stages, before the projection: three (N, M, T, d) -> (N, M, T, d)."""
-        if q.shape[2] != self.num_tokens:
-            height, width = self.grid_size
-            raise ValueError(
-                f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
-                f"{self.num_tokens} tokens, the input has {q.shape[2]}"
-            )
+        self._check_tokens(q.shape[2])
         pooled = self._pool(q)  # (N, M, n, d)
         streams = self._streams(pooled) if "contrast" in (self.stage1, self.stage2) else None  # (N, M, 2n, d)
         return self._stage2(q, pooled, streams, self._stage1(pooled, streams, k, v))
+
+    def attend_packed(self, qkv: Tensor) -> Tensor:
+        """`attend` of a packed projection by the kernels of `fused.py`: (N, T, 3, M, d) -> (N, T, M, d)."""
+        self._check_tokens(qkv.shape[1])
+        assert self.lambda1 is not None
+        assert self.lambda2 is not None
+        assert self.norm1 is not None
+        assert self.norm2 is not None
+        out, *_saved = fused.contrast_attention(
+            qkv, self.positive_embedding, self.negative_embedding, self.lambda1, self.lambda2,
+            self.norm1.weight, self.norm2.weight, list(self.grid_size), list(self.contrast_grid),
+            "pool" in self.positive_tokens, "pool" in self.negative_tokens, self.lambda_init,
+        )  # fmt: skip
+        return out
+
+    def _check_tokens(self, count: int) -> None:
+        if count != self.num_tokens:
+            height, width = self.grid_size
+            raise ValueError(
+                f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
+                f"{self.num_tokens} tokens, the input has {count}"
+            )
 
     def _stage1(self, pooled: Tensor, streams: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         """The contrast map V, (N, M, n, d)."""
@@ -199,6 +237,27 @@ class VisualContrastAttention(nn.Module):
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
+class _SplitQKV(torch.autograd.Function):
+    """The unbinding of a packed projection, with its gradient packed in one step.
+
+    Autograd's own stacks the three gradients as (3, N, M, T, d) and then copies the stack into the projection's order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.stack([gradient.transpose(1, 2) for gradient in gradients], dim=2)
+
+
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a packed projection: (N, T, 3, M, d) -> three (N, M, T, d)."""
+    q, k, v = _SplitQKV.apply(qkv)
+    return q, k, v
+
+
 class _Logits(torch.autograd.Function):
     """rows columns^T, with a gradient for the columns in their own layout.
 
@@ -249,6 +308,19 @@ def as_grid(name: str, size: int | Sequence[int]) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+class PlainAttention(Attention):  # type: ignore[misc]  # timm has no types
+    """timm's multi-head self-attention, without its other options; see `split_qkv`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, D) -> (N, T, D)."""
+        q, k, v = split_qkv(rearrange(self.qkv(x), "n t (three m d) -> n t three m d", three=3, m=self.num_heads))
+        if self.fused_attn:
+            x = F.scaled_dot_product_attention(q, k, v)
+        else:
+            x = ((q * self.scale) @ k.mT).softmax(dim=-1) @ v
+        return self.proj(rearrange(x, "n m t d -> n t (m d)"))
+
+
 def plain_attention(
     dim: int,
     num_heads: int,
@@ -258,9 +330,9 @@ def plain_attention(
     qkv_bias: bool = True,
     num_prefix_tokens: int = 0,
 ) -> nn.Module:
-    """timm's multi-head self-attention under the registry's signature; the grid and the index mean nothing to it."""
+    """Multi-head self-attention under the registry's signature; the grid and the index mean nothing to it."""
     _head_dim(dim, num_heads)
-    return Attention(dim, num_heads, qkv_bias=qkv_bias)
+    return PlainAttention(dim, num_heads, qkv_bias=qkv_bias)
 
 
 ATTENTION: dict[str, Callable[..., nn.Module]] = {"mhsa": plain_attention, "vca": VisualContrastAttention}

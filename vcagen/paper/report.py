@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vcagen.build import build_model
+from vcagen.build import build_model, with_kernel
 from vcagen.config.options import Config
 from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import Cost, measure
@@ -71,7 +71,7 @@ def report_run(folder: str | Path, out: str | Path, *, score: str | None = None)
 def cost_of(config: Config, data: DataSpec) -> Cost:
     """Cost of the network of a configuration."""
     with torch.device("meta"):
-        return measure(build_model(config.model, config.process, data))
+        return measure(build_model(with_kernel(config.model, "maps"), config.process, data))
 
 
 def _column(name: str) -> Column:

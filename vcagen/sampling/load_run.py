@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vcagen.build import build_model, build_process, rehearse, resolve_sampling, sampler_options
+from vcagen.build import build_model, build_process, rehearse, resolve_sampling, sampler_options, with_kernel
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, ModelConfig, ProcessConfig, SamplingConfig
 from vcagen.data.latents import DataSpec, vae_options
@@ -194,6 +194,8 @@ def load(
         raise ValueError(f"vae: identity; {path} has {opened.channels} latent channels, images have 1 or 3")
     if not opened.is_identity and data.vae["sha256"] is None:
         raise ValueError(f"vae: {vae}; {path} was trained on the pixels, without a VAE")
+    if torch.device(device).type != "cuda":
+        config = replace(config, model=with_kernel(config.model, "maps"))
     with reading(path):
         network = build_model(config.model, config.process, data)
         load_into(network, read.state_dict)

@@ -192,6 +192,7 @@ class SamplingSession:
             "precision": config.precision,
             "compile": config.compile,
             "tf32": self.tf32,
+            "kernel": run.config.model.attention_options.kernel,
         }
 
     def _facts(self) -> dict[str, Any]:

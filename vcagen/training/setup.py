@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 
-from vcagen.build import build_model, build_process
-from vcagen.config.options import Config, TrainConfig
+from vcagen.build import build_model, build_process, resolve_kernel
+from vcagen.config.options import Config, ModelConfig, TrainConfig
 from vcagen.data.latents import DataSpec, open_dataset
 from vcagen.networks.dit import DiT
-from vcagen.networks.weights import find_weights, load_into, read_weights
+from vcagen.networks.weights import find_weights, load_into, read_metadata, read_weights
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
@@ -56,6 +58,7 @@ def build_trainer(config: Config) -> Trainer:
     check_same_run(run_dir, config)
     dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
     check_same_data(run_dir, dataset.spec)
+    config = replace(config, model=_resolved_model(config, dataset.spec, accelerator))
     trainer = Trainer(
         config,
         accelerator=accelerator,
@@ -70,6 +73,16 @@ def build_trainer(config: Config) -> Trainer:
         with prefixing("previews need the VAE (log.preview_every 0 makes none): "):
             vae.verify()  # now, not at the first preview
     return trainer
+
+
+def _resolved_model(config: Config, data: DataSpec, accelerator: Accelerator) -> ModelConfig:
+    """The model options with the attention's kernel decided: a run keeps its own, the first process decides for all."""
+    model, newest = config.model, latest_checkpoint(config.run_dir)
+    if model.attention_options.kernel == "auto" and newest is not None:
+        kernel = (read_metadata(newest / "model.safetensors") or {})["config"]["model"]["attention_options"]["kernel"]
+        model = replace(model, attention_options=replace(model.attention_options, kernel=kernel))
+    (model,) = broadcast_object_list([resolve_kernel(model, data, config.train.precision, accelerator.device)])
+    return model
 
 
 def check_options(config: Config) -> None:

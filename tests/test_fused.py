@@ -1,0 +1,72 @@
+"""The fused kernels, interpreted on the CPU in processes of their own, and what is refused."""
+
+import pytest
+import torch
+from helpers import ENV, ROOT, python
+
+from vcagen.networks import fused
+from vcagen.networks.attention import VisualContrastAttention
+
+CASES = ROOT / "tests" / "fused_kernels.py"
+INTERPRETED = {**ENV, "TRITON_INTERPRET": "1"}
+FAST = (
+    "narrow;two blocks of columns;bins overlap;prefix;bins repeat;several blocks;one token;one contrast token;"
+    "pool, emb;emb, pool+emb;emb, emb"
+)
+FULL = "S;XL;widest;96 wide;class token;class token, bins overlap;odd;128 contrast tokens;pool, pool+emb"
+
+
+@pytest.mark.skipif(fused.why_not(4, 32, ("contrast", "contrast")) is not None, reason="triton is not installed")
+class TestKernels:
+    def test_outputs_and_gradients(self):
+        """In float32 those of float64, in half precision no worse than those of the maps, the same each time."""
+        numbers = [f"float32={FAST}", "zero_weights", "repeats", "half=two blocks of columns"]
+        python(CASES, *numbers, "autocast", "checkpointing", "flops", env=INTERPRETED)
+
+    def test_operator(self):
+        python(CASES, "operator=narrow", "compiles=aot_eager", env=INTERPRETED)
+
+    @pytest.mark.slow
+    def test_operator_with_inductor(self):
+        python(CASES, "operator=pool, emb;emb, pool+emb", "compiles=inductor", env=INTERPRETED)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("precision", ["float32", "half"])
+    def test_full_grid_of_shapes(self, precision):
+        python(CASES, f"{precision}={FAST};{FULL}", env=INTERPRETED, timeout=3000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage1": "vanilla"}, "kernel: fused computes both stages as contrast, not vanilla and contrast"),
+        ({"contrast_grid": (8, 17)}, "kernel: fused holds up to 128 contrast tokens, not 136"),
+        ({"num_heads": 4}, "kernel: fused needs heads 32 to 128 wide, not 16"),
+        ({"kernel": "flash"}, "kernel: 'flash' is not one of maps, fused"),
+    ],
+)
+def test_what_fused_cannot_do_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        VisualContrastAttention(64, **{"num_heads": 2, "grid_size": 4, "kernel": "fused", **options})
+
+
+def test_fused_without_triton_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="kernel: fused needs triton, which is not installed"):
+        VisualContrastAttention(64, 2, grid_size=4, kernel="fused")
+
+
+@pytest.mark.skipif(fused.why_not(4, 32, ("contrast", "contrast")) is not None, reason="triton is not installed")
+def test_fused_on_the_cpu_is_refused_at_the_call(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    layer = VisualContrastAttention(64, 2, grid_size=4, kernel="fused")
+    with pytest.raises(ValueError, match="kernel: fused runs on CUDA devices, not on cpu"):
+        layer(torch.zeros(1, 16, 64))
+
+
+@pytest.mark.parametrize("width", range(32, 129, 2))
+def test_column_blocks_hold_all_columns_without_much_padding(width):
+    blocks = fused.column_blocks(width)
+    assert all(block & (block - 1) == 0 and block >= 16 for block in blocks)
+    assert width <= sum(blocks) < width + 16 + width // 4
+    assert width > sum(blocks[:-1])

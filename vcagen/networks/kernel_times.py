@@ -1,0 +1,49 @@
+"""Which kernel of Visual-Contrast Attention is the faster one on a GPU: measured, not guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vcagen.networks import fused
+from vcagen.networks.attention import VisualContrastAttention
+from vcagen.system.files import FORMAT, read_json, write_json
+
+KNOWN: dict[str, dict[str, dict[str, float]]] = {}
+"""GPU -> shape -> milliseconds of forward and backward pass, maps_ms and fused_ms. No GPU has been measured yet;
+`vcagen bench kernels --save` keeps the times of a user's GPU on his machine."""
+
+
+def times_file() -> Path:
+    """Where the times of this machine are kept."""
+    return Path(torch.hub.get_dir()) / "vcagen" / "kernel_times.json"
+
+
+def read_times() -> dict[str, Any]:
+    """The known times with those of this machine."""
+    file = times_file()
+    return {**KNOWN, **(read_json(file)["times"] if file.exists() else {})}
+
+
+def keep_times(gpu: str, times: dict[str, dict[str, float]]) -> Path:
+    """Add times by shape to those of this machine; returns the file."""
+    known = read_times()
+    write_json(times_file(), {"format": FORMAT, "times": {**known, gpu: {**known.get(gpu, {}), **times}}})
+    return times_file()
+
+
+def shape_key(attention: VisualContrastAttention, dtype: torch.dtype) -> str:
+    """What decides the speed of the kernels."""
+    sizes = f"d {attention.head_dim}, T {attention.num_tokens}, n {attention.num_contrast_tokens}"
+    return f"{sizes}, {str(dtype).removeprefix('torch.')}"
+
+
+def fused_wins(attention: VisualContrastAttention, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the fused kernels were measured to be faster than the maps for that attention on that device."""
+    stages = (attention.stage1, attention.stage2)
+    if device.type != "cuda" or fused.why_not(attention.num_contrast_tokens, attention.head_dim, stages):
+        return False
+    times = read_times().get(torch.cuda.get_device_name(device), {}).get(shape_key(attention, dtype))
+    return times is not None and times["fused_ms"] < times["maps_ms"]
