@@ -9,7 +9,7 @@ from helpers import reference, u
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from vcagen.networks.attention import ATTENTION, VisualContrastAttention, make_attention
+from vcagen.networks.attention import ATTENTION, VisualContrastAttention, make_attention, pool_by_products
 
 CASES = reference("vca")["cases"]
 STAGES = ("contrast", "differential", "vanilla")
@@ -325,3 +325,11 @@ def test_registry():
     q, k, v = module.qkv(x).reshape(2, 16, 3, 2, 8).permute(2, 0, 3, 1, 4)
     expected = module.proj((q @ k.mT / 8**0.5).softmax(-1).matmul(v).transpose(1, 2).reshape(2, 16, 16))
     torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize(("grid", "contrast"), [((15, 17), (7, 7)), ((5, 7), (3, 2)), ((14, 14), (8, 8))])
+def test_pooling_by_products_is_the_adaptive_pooling(grid, contrast):
+    q = torch.randn(2, 3, grid[0] * grid[1], 8, dtype=torch.float64)
+    field = q.reshape(2 * 3, *grid, 8).permute(0, 3, 1, 2)
+    expected = torch.nn.functional.adaptive_avg_pool2d(field, contrast).permute(0, 2, 3, 1).reshape(2, 3, -1, 8)
+    torch.testing.assert_close(pool_by_products(q, grid, contrast), expected)

@@ -195,6 +195,8 @@ class VisualContrastAttention(nn.Module):
             return reduce(q, "n m (r a c b) d -> n m (r c) d", "mean", r=rows, c=columns, a=height // rows)
         if rows % height == 0 and columns % width == 0:  # every bin lies in one token
             return repeat(q, "n m (r c) d -> n m (r a c b) d", r=height, a=rows // height, b=columns // width)
+        if q.is_cuda and torch.are_deterministic_algorithms_enabled():
+            return pool_by_products(q, self.grid_size, self.contrast_grid)
         field = rearrange(q, "n m (h w) d -> n (m d) h w", h=height)
         pooled = F.adaptive_avg_pool2d(field, self.contrast_grid)
         return rearrange(pooled, "n (m d) r c -> n m (r c) d", m=self.num_heads)
@@ -235,6 +237,20 @@ class VisualContrastAttention(nn.Module):
         x = _at_least_float32(x)
         weight = norm.weight.to(x.dtype) * (1 - self.lambda_init)
         return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+
+def pool_by_products(q: Tensor, grid_size: tuple[int, int], contrast_grid: tuple[int, int]) -> Tensor:
+    """Adaptive average pooling (N, M, H * W, d) -> (N, M, h * w, d) whose gradient has one order of sums on any device.
+
+    PyTorch's own has none on GPUs and is refused under deterministic algorithms.
+    """
+    shares = [
+        F.adaptive_avg_pool1d(torch.eye(side, device=q.device, dtype=q.dtype), bins)  # (side, bins)
+        for side, bins in zip(grid_size, contrast_grid, strict=True)
+    ]
+    field = rearrange(q, "n m (h w) d -> n m h w d", h=grid_size[0])
+    pooled = torch.einsum("nmhwd,hr,wc->nmrcd", field, *shares)
+    return rearrange(pooled, "n m r c d -> n m (r c) d")
 
 
 class _SplitQKV(torch.autograd.Function):
