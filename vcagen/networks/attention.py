@@ -229,8 +229,9 @@ class VisualContrastAttention(nn.Module):
         return first - lambda_ * second
 
     def _lambda(self, vectors: Tensor) -> Tensor:
-        q1, k1, q2, k2 = _at_least_float32(vectors)
-        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
+        vectors = _at_least_float32(vectors)  # q1, k1, q2, k2
+        first, second = (vectors[0::2] * vectors[1::2]).sum(dim=1).exp()
+        return first - second + self.lambda_init
 
     def _normalise(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
         """(1 - lambda_init) * RMSNorm(x) over each head, the factor folded into the d weights."""
