@@ -121,7 +121,7 @@ def test_bad_tables_are_named(tmp_path):
     for text, message in (
         ("title: 3", "not a table"),
         ("rows: 3", "rows: expected a list of Row"),
-        ("a: [", "not YAML"),
+        ("a: [", "damaged"),
         (
             "rows: [{name: x, run: x, set: {model.sise: S/2}, published: {}}]",
             "model.sise: unknown option; did you mean",

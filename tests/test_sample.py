@@ -255,7 +255,7 @@ def test_cfg_scale_zero_says_that_it_is_unconditional(tmp_path, capsys):
         (("--reference", "digits", "--extractor", "pixels"), "reference: digits"),
         (("--inception_weights", "nowhere.pth", "--reference", "digits"), r"inception_weights: nowhere\.pth"),
         (("--inception_weights", "nowhere.pth", "--reference", "nowhere.npz"), r"reference: nowhere\.npz"),
-        (("--inception_weights", "nowhere.pth", "--reference", __file__), r"reference: .*: neither an \.npz"),
+        (("--inception_weights", "nowhere.pth", "--reference", __file__), r"reference: .*: no \.npz file, no folder"),
         (("--seed", "-1"), "seed: expected int 0.*, got '-1'"),
         (("--seed", str(2**63)), "seed: expected int 0.*, got '9223372036854775808'"),
         (("--cfg_scale", "1e300"), r"cfg_scale: 1e\+300"),

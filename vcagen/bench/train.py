@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import nn
 from vcagen.bench._timing import in_turns, open_device, ratio
 from vcagen.bench.vae import write_latents
 from vcagen.build import build_model, build_process
+from vcagen.config.command_line import make_named
 from vcagen.config.job_options import TrainBenchConfig
 from vcagen.config.options import Config, DataConfig, ModelConfig, ProcessConfig, TrainConfig
 from vcagen.data.latents import LatentDataset
@@ -131,11 +131,7 @@ def _peer_step(path: str, batch: int, device: torch.device) -> Callable[[], None
     Raises:
         ValueError: no such module or callable, or one that makes no network.
     """
-    module, _, name = path.partition(":")
-    try:
-        network = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"peer: {path}: {error}; expected module.path:callable") from error
+    network = make_named("peer", path)
     if not isinstance(network, nn.Module):
         raise ValueError(f"peer: {path} makes {type(network).__name__}, not a torch module")
     network.to(device).train()

@@ -192,6 +192,19 @@ def _import(module: str) -> None:
         sys.path.pop(0)
 
 
+def make_named(option: str, name: str) -> Any:
+    """What the callable `module.path:name`, the value of an option, makes.
+
+    Raises:
+        ValueError: no such module or callable, or one that fails.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{option}: {name}: {error}; needs module.path:callable") from error
+
+
 def run(main: Callable[[], None]) -> NoReturn:
     """Call `main` and exit: 0 when done, 2 with one line on stderr for ValueError and OSError, 130 for Ctrl-C.
 

@@ -115,12 +115,8 @@ def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> Ima
     if not root.is_dir():
         raise ValueError(f"{folder}: not a folder of images")
     class_names, files = _list(root)
-    if not class_names:
-        if not files:
-            raise ValueError(f"{folder}: no images; extensions read are {' '.join(EXTENSIONS)}")
-        return ImageFolder(root, tuple(files), (0,) * len(files), ("image",))
-
-    paths, labels, empty = list[str](), list[int](), list[str]()
+    paths = [] if class_names else files
+    labels, empty = [0] * len(paths), list[str]()
     for label, name in enumerate(class_names):
         nested, files = _list(root / name)
         if deep := [other for other in nested if _list(root / name / other)[1]]:
@@ -130,11 +126,11 @@ def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> Ima
         paths += [f"{name}/{file}" for file in files]
         labels += [label] * len(files)
     if not paths:
-        raise ValueError(f"{folder}: no images in its {len(class_names)} folders")
+        raise ValueError(f"{folder}: no images; extensions read are {' '.join(EXTENSIONS)}")
     if empty and not allow_empty_classes:
         names = few(empty, 20)
         raise ValueError(f"{folder}: {names}: class folder without images; remove it, or give allow_empty_classes")
-    return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names))
+    return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names) or ("image",))
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:

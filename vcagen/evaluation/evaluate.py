@@ -172,24 +172,19 @@ class Evaluation:
     def __init__(self, config: EvaluateConfig, accelerator: Accelerator, *, shape: Shape | None = None) -> None:
         self.config, self.accelerator = config, accelerator
         check_reference_path(config.reference)
-        self._opened = self._open_samples() if shape is None else None
-        if self._opened is not None:
-            check_writable(self._opened[1])
-            shape = self._opened[0].shape
-        assert shape is not None
+        self._opened: tuple[ImageSource, Path, dict[str, Any]] | None = None
+        if shape is None:
+            source, out, _ = self._opened = self._open_samples()
+            check_writable(out)
+            shape = source.shape
         self.extractor = load_extractor(config.extractor, weights=config.inception_weights, device=accelerator.device)
         self.extractor.check_shape(shape, config.samples)
         self.reference: Reference | None = None
         if accelerator.is_main_process:
             self.reference = open_reference(
-                config.reference,
-                self.extractor,
-                batch=config.batch,
-                image_size=config.image_size,
-                num_workers=config.num_workers,
-                rows=config.precision_recall,
-                shape=shape,
-            )
+                config.reference, self.extractor, batch=config.batch, image_size=config.image_size,
+                num_workers=config.num_workers, rows=config.precision_recall, shape=shape,
+            )  # fmt: skip
         accelerator.wait_for_everyone()
 
     def _open_samples(self) -> tuple[ImageSource, Path, dict[str, Any]]:

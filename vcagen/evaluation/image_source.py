@@ -181,8 +181,7 @@ def open_npz(path: str) -> ImageSource:
     """Open the images `arr_0`, uint8 (N, H, W, C) with C 1 or 3, of an .npz file; they are streamed, never read whole.
 
     Raises:
-        ValueError: no such array, pickled objects, or another shape or type.
-        OSError: no such file.
+        ValueError: no such file, no such array, pickled objects, or another shape or type.
     """
     with reading(path), zipfile.ZipFile(path) as archive:
         names = archive.namelist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from vcagen.build import build_model, with_kernel
+from vcagen.config.command_line import make_named
 from vcagen.config.options import Config
 from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import Cost, measure
@@ -32,7 +32,7 @@ def report_table(table: Table, name: str, runs: str | Path, out: str | Path, *, 
     """
     latents = table.latents
     data = DataSpec(latents.channels, latents.size, latents.size, latents.num_classes, (), 8 * latents.size, {})
-    columns = [_column(column) for column in table.columns]
+    columns: list[Column] = [make_named("columns", name) for name in table.columns]
     costs = [cost_of(row.config(), data) for row in table.rows]
     groups = [
         [read_run(folder, seed, score=score, columns=columns) for seed, folder in table.runs(row, runs).items()]
@@ -72,15 +72,6 @@ def cost_of(config: Config, data: DataSpec) -> Cost:
     """Cost of the network of a configuration."""
     with torch.device("meta"):
         return measure(build_model(with_kernel(config.model, "maps"), config.process, data))
-
-
-def _column(name: str) -> Column:
-    module, _, attribute = name.partition(":")
-    try:
-        column: Column = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"columns: {name}: {error}; needs module:name") from error
-    return column
 
 
 def _write_text(path: Path, text: str) -> None:

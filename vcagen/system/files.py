@@ -114,13 +114,13 @@ def reading(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:
-        if type(error) is ValueError and str(path) in str(error):
-            raise
-        what = f"damaged ({type(error).__name__}: {error})"
-        raise ValueError(f"{path}: {error if type(error) is ValueError else what}") from error
+        what = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError):
+            what = f"{path}: no such file"
+        elif type(error) is not ValueError:
+            what = f"{path}: damaged ({type(error).__name__}: {what})"
+        raise ValueError(what if str(path) in what else f"{path}: {what}") from error
 
 
 @contextmanager
@@ -157,14 +157,10 @@ def read_yaml(path: str | Path) -> Any:
     """What a YAML file holds.
 
     Raises:
-        ValueError: not such a file.
+        ValueError: no such file, or not YAML.
     """
-    try:
+    with reading(path):
         return yaml.safe_load(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
 
 
 def few(names: Sequence[object], limit: int = 3) -> str:

@@ -112,17 +112,13 @@ def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer
     """Restore weights, averages and optimizer in place.
 
     Raises:
-        ValueError: a damaged file, an average that the checkpoint does not have, or tensors that do not fit.
+        ValueError: a damaged file, or tensors that do not fit.
     """
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     for ema in emas:
-        path = folder / f"ema_{ema.decay}.safetensors"
-        if not path.exists():
-            raise ValueError(f"train.ema_decays: {folder} has no average with decay {ema.decay}")
         with ema.applied(network.parameters()):
-            set_model_state_dict(network, _read(path, shapes), options=WHOLE)
-    weights = _read(folder / "model.safetensors", shapes)
-    set_model_state_dict(network, weights, options=WHOLE)
+            set_model_state_dict(network, _read(folder / f"ema_{ema.decay}.safetensors", shapes), options=WHOLE)
+    set_model_state_dict(network, _read(folder / "model.safetensors", shapes), options=WHOLE)
 
     trained = [name for name, parameter in network.named_parameters() if parameter.requires_grad]
     shapes = {f"{name}.{key}": () if key == "step" else shapes[name] for name in trained for key in MOMENTS}
@@ -137,11 +133,9 @@ def _read(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The tensors of a safetensors file, which must be those; mapped, so that a machine holds them once."""
     with reading(path):
         tensors = load_file(path)
-        if wrong := sorted(tensors.keys() ^ shapes.keys()):
-            raise ValueError(f"damaged: {few(wrong)} missing or too many")
-        for name, value in tensors.items():
-            if tuple(value.shape) != shapes[name]:
-                raise ValueError(f"damaged: {name}: shape {tuple(value.shape)}; needs {shapes[name]}")
+        found = {name: tuple(value.shape) for name, value in tensors.items()}
+        if wrong := [name for name in {**found, **shapes} if found.get(name) != shapes.get(name)]:
+            raise ValueError(f"damaged: {few(wrong)}: missing, too many, or of another shape")
         return tensors
 
 
