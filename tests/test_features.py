@@ -87,17 +87,16 @@ def test_weights_are_recorded_and_unknown_ones_named(extractor, inception_weight
 
 
 def test_no_tf32_and_no_autocast_inside():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         with torch.autocast("cpu", torch.bfloat16), full_precision(torch.device("cpu")):
-            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cuda.matmul.allow_tf32
             assert torch.backends.cudnn.enabled
             assert not torch.backends.cudnn.allow_tf32
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_bad_weights(tmp_path):

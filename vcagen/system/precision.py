@@ -11,8 +11,8 @@ import torch
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """No autocast, no TF32, deterministic convolutions, no gradients."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
     try:
         with (
             torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
@@ -21,4 +21,4 @@ def full_precision(device: torch.device) -> Iterator[None]:
         ):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.allow_tf32 = before
