@@ -1,5 +1,8 @@
 """vcagen as a library: the names, what their import costs, and the README's ten lines."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -55,3 +58,20 @@ def test_the_ten_lines_of_the_readme(tmp_path, monkeypatch):
     again = found["run"].sample(labels=range(10), cfg_scale=4.0, seed=0, output="tensor")
     assert again.dtype == torch.uint8
     assert [image.tobytes() for image in found["images"]] == [image.numpy().tobytes() for image in again]
+
+
+def test_labels_of_a_notebook_and_tf32_of_the_training(tmp_path):
+    tiny.train(tmp_path)
+    run, seen = vcagen.load(tmp_path), []
+    wanted = run.sample([1, 2], batch=2, output="tensor")
+
+    def network(x, t, y):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return run.network(x, t, y)
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    for labels in (np.array([1, 2]), torch.tensor([1, 2])):
+        watched = replace(run, network=network, tf32=not run.tf32)
+        assert watched.sample(labels, batch=2, output="tensor").equal(wanted)
+    assert set(seen) == {(True, True)}
+    assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -25,6 +26,7 @@ from vcagen.processes.samplers import SAMPLERS
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.noise import LabelRule, SeededNoise
 from vcagen.system.files import reading, sha256
+from vcagen.system.precision import matrix_products
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class LoadedRun:
     step: int | None
     ema_decay: float | None
     weights_sha256: str
+    tf32: bool = False
+    """Allow TF32 matrix products of the network on GPUs."""
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -96,9 +100,10 @@ class LoadedRun:
         )  # fmt: skip
         sample = SAMPLERS[settings.sampler].function
         try:
-            latents = sample(
-                self.process, predict, start, randn_like=noise.of_steps(indices), **sampler_options(settings)
-            )
+            with matrix_products(tf32=self.tf32):
+                latents = sample(
+                    self.process, predict, start, randn_like=noise.of_steps(indices), **sampler_options(settings)
+                )
             return self.vae.decode(latents, batch=decode_batch)
         except NonFiniteError as error:
             raise ValueError(f"image {indices[error.rows[0]]}: {error}; nothing is written of its chunk") from error
@@ -126,7 +131,7 @@ class LoadedRun:
             ValueError: a label, an index or an option that is not possible.
         """
         check_choice("output", output, ("pil", "tensor"))
-        labels = self.config.sampling.labels if labels is None else labels
+        labels = self.config.sampling.labels if labels is None else np.asarray(labels).tolist()
         each = not isinstance(labels, str)
         if indices is None:
             indices = range(len(labels) if each else options.get("num_images", 16))
@@ -201,7 +206,7 @@ def load(
         load_into(network, read.state_dict)
     return LoadedRun(
         network.to(device).eval().requires_grad_(False), build_process(config.process), opened, config, data, step,
-        ema_decay, sha256(path),
+        ema_decay, sha256(path), config.train.tf32,
     )  # fmt: skip
 
 

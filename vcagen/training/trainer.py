@@ -359,6 +359,7 @@ class Trainer:
         return LoadedRun(
             network=self.network, process=self.process, vae=self.vae, config=self.config, data=self.dataset.spec,
             step=self.step, ema_decay=self.emas[0].decay, weights_sha256="",
+            tf32=self.config.train.tf32,
         )  # fmt: skip
 
     def plan(self) -> str:
