@@ -215,6 +215,7 @@ def test_metadata_that_is_not_ours_to_read_is_named(tmp_path):
         "[1]": "damaged",
         "{": "Expecting",
         '{"format": 3}': "damaged, or not written by vcagen .format 3",
+        "{}": "commit a5c3076 of vcagen wrote files without one",
         '{"format": 1}': "format 1, which commit a5c3076 of vcagen reads",
         '{"format": 2}': "state of the optimizer",
     }

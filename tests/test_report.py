@@ -14,12 +14,14 @@ from vcagen.__main__ import do
 from vcagen.config.options import to_plain
 from vcagen.data.images import open_dataset_images
 from vcagen.networks.cost import Cost
+from vcagen.networks.weights import save_weights
 from vcagen.paper.comparison import compare
 from vcagen.paper.digits import DigitAccuracy
 from vcagen.paper.report import report_table, table_text, table_values
 from vcagen.paper.run_results import read_run
 from vcagen.paper.table import load_table
 from vcagen.sampling.noise import SeededNoise
+from vcagen.system.run_folder import checkpoint_folder
 
 SHA = {name: name * 16 for name in ("ref1", "ref2", "inc1", "vae1", "vae2")}
 SCORES = {"dit": 70.5, "dit-vca": 65.25, "sit": 60.0, "sit-vca": 61.5}
@@ -284,6 +286,9 @@ def test_a_damaged_run_is_named(tmp_path):
         config.write_text(text)
         with pytest.raises(ValueError, match=r"dit/config\.yaml: "):
             read_run(run)
+    save_weights(checkpoint_folder(run, 1) / "model.safetensors", {"x": torch.ones(1)}, {"format": 1})
+    with pytest.raises(ValueError, match="format 1, which commit a5c3076 of vcagen reads"):
+        read_run(run)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +344,7 @@ def test_a_column_of_the_table_file(tmp_path, monkeypatch):
     assert "126.0" in text
     _, rows = report(tmp_path / "empty", write_table(tmp_path, columns=["test_report:Half"]))
     assert "half" not in rows["SiT"]
-    for name in ("test_report:Quarter", "no.such:Half", "test_report"):
+    for name in ("test_report:Quarter", "no.such:Half", "test_report", "json:loads"):
         with pytest.raises(ValueError, match=f"columns: {name}: "):
             report(tmp_path, write_table(tmp_path, columns=[name]))
 
@@ -355,6 +360,8 @@ def test_table_files(tmp_path):
     assert load_table(path).rows[1].config().model.size == "S/8"
     assert table.runs(table.rows[0], "r")[5].as_posix() == "r/dit/seed_5"
     assert load_table(write_table(tmp_path)).runs(table.rows[0], "r")[None].as_posix() == "r/dit"
+    path.write_text(yaml.safe_dump({"rows": ROWS, "set": {"sampling.labels": "3"}}))
+    assert load_table(path).rows[0].config().sampling.labels == "3"
     for content, message in [
         ({"rows": []}, "not a table"),
         ({"rows": ["x"]}, "rows: .*x"),

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config
+from vcagen.networks.weights import read_metadata
 from vcagen.system.files import read_yaml, reading
+from vcagen.system.run_folder import latest_checkpoint
 from vcagen.training.metrics_log import read_log
 
 NOT_COMPARED = ("format", "num_images", "batch", "process", "weights_sha256")
@@ -83,6 +85,8 @@ def read_run(
     Raises:
         ValueError: a damaged file, by its path.
     """
+    if (newest := latest_checkpoint(folder)) is not None:
+        read_metadata(newest / "model.safetensors")  # refuses a run of format 1
     config, path = None, folder / "config.yaml"
     if path.exists():
         with reading(path):

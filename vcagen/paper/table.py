@@ -78,7 +78,9 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
     if not isinstance(content, dict) or not content.get("rows"):
         raise ValueError(f"{path}: not a table; it needs rows")
     table = from_mapping(Table, {"title": Path(path).stem, **content}, f"{path}: ")
-    rows = [replace(row, set={**table.set, **row.set, **(options or {})}) for row in table.rows]
+    sets = [part.get("set") or {} for part in (content, *content["rows"])]  # as written: parsing makes "3" a number
+    rows = [replace(row, set={**sets[0], **own, **(options or {})})
+            for row, own in zip(table.rows, sets[1:], strict=True)]  # fmt: skip
     names, folders = [row.name for row in rows], [Path(row.run) for row in rows]
     for row in rows:
         with prefixing(f"{path}: row {row.name}: "):

@@ -138,7 +138,8 @@ def check_format(path: str | Path, record: Any) -> None:
     if found == 1:
         raise ValueError(f"{path}: format 1, which commit a5c3076 of vcagen reads; this version reads format {FORMAT}")
     if found != FORMAT:
-        raise ValueError(f"{path}: damaged, or not written by vcagen (format {found!r})")
+        none = "; commit a5c3076 of vcagen wrote files without one" if found is None else ""
+        raise ValueError(f"{path}: damaged, or not written by vcagen (format {found!r}{none})")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
