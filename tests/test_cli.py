@@ -83,6 +83,7 @@ def test_a_switch_needs_no_value():
         (["--name", "a", "--kind", "c"], r"^kind: expected a or b, got 'c'$"),
         (["--nam", "a"], r"unknown option|required"),
         (["--name", "a", "--config", "nowhere.yaml"], r"nowhere\.yaml"),
+        (["--name", "a", "b/c.yaml"], r"^b/c\.yaml: not expected; options begin with --$"),
         ([], r"name"),
     ],
 )
@@ -185,6 +186,9 @@ def test_old_names_lead_to_new_ones(old, new):
     [("train.steps", "0", "int >0"), ("train.steps", "x", "int >0"), ("train.weight_decay", "-1", r"float ≥0"),
      ("train.ema_decays", "[1.5]", r"a list of float in \[0, 1\)"), ("seed", "-1", r"int 0..2\^63 - 1"),
      ("model.class_dropout_prob", "2", "float ≥0 and ≤1"), ("train.max_grad_norm", "0", "float >0 or null"),
+     ("train.learning_rate", "inf", "float ≥0"), ("train.weight_decay", "inf", "float ≥0"),
+     ("train.steps", "null", "int >0"), ("model.attention_options.contrast_grid", "[0, 4]", "a pair of int >0"),
+     ("sampling.cfg_interval", "[1]", "a pair of float or null"),
      ("model.attention_options.stage1", "vanila", "contrast or differential or vanilla")],
 )  # fmt: skip
 def test_bounds_stand_on_the_field(option, value, expected):
@@ -206,8 +210,12 @@ def test_plugins_are_imported_first(tmp_path, monkeypatch):
 
     cli.parse(Config, ["--run_dir", "r", "--plugin", "my_plugin"], prog="x")
     assert vcagen.PLUGGED == 1
-    with pytest.raises(ValueError, match="plugin: nowhere: cannot be imported"):
-        cli.parse(Config, ["--run_dir", "r", "--plugin", "nowhere"], prog="x")
+    (tmp_path / "broken_plugin.py").write_text("def f(:\n")
+    (tmp_path / "failing_plugin.py").write_text("1 / 0\n")
+    for name, reason in (("nowhere", "ModuleNotFound"), ("broken_plugin", "Syntax"), ("failing_plugin", "ZeroDivision"),
+                         (".relative", "Type")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^plugin: {name}: cannot be imported \({reason}Error: "):
+            cli.parse(Config, ["--run_dir", "r", "--plugin", name], prog="x")
 
 
 def test_the_jobs_are_listed(capsys):

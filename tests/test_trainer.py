@@ -489,6 +489,7 @@ def test_batches_are_shared_equally():
         ("sampling__num_steps", 0, "sampling.num_steps: expected int >0, got '0'"),
         ("sampling__cfg_scale", float("nan"), "sampling.cfg_scale: nan"),
         ("sampling__sampler", "ddim", "sampling.sampler: ddim is not for a flow model"),
+        ("sampling__extractor", "inseption", "sampling.extractor: inseption; choose from inception, pixels"),
     ],
 )
 def test_bad_values_are_named(tmp_path, option, value, message):

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,8 @@ class Parser(ArgumentParser):
 
     def _one_line(self, message: str) -> str:
         names = [option.lstrip("-") for action in self._actions for option in action.option_strings or [action.dest]]
+        if stray := re.search(r"unrecognized arguments: ([^-]\S*)", message):
+            return f"{stray[1]}: not expected; options begin with --"
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)", message)
         nested = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
         plain = re.search(r"Option '([\w.]+)' is not accepted", message)
@@ -61,7 +64,8 @@ class Parser(ArgumentParser):
         message = re.sub(r'^Parser key "([\w.]+)":', r"\1:", message.strip())
         key = message.split(":", 1)[0]
         given = re.search(r"(?:Given|Got) value: (.*)", message) or re.search(
-            r"Not of type \w+: (?:invalid literal for int\(\) with base 10: |could not convert string to float: )?"
+            r"Not of type \w+: (?:invalid literal for int\(\) with base 10: |could not convert string to float: |"
+            r"\w+\(\) argument must be .* not )?"
             r"'?(.*?)'?(?: does not conform to restriction .*|$)", message
         )  # fmt: skip
         if not given:
@@ -82,8 +86,9 @@ def _words(hint: Any) -> list[str]:
     if get_origin(hint) is None and isinstance(hint, type):
         restriction = re.search(r"^(\w+) restricted to be (.*)$", hint.__doc__ or "")
         return [" ".join(restriction.groups()) if restriction else hint.__name__]
-    if get_origin(hint) is list:
-        return [f"a list of {' or '.join(_words(get_args(hint)[0]))}"]
+    if get_origin(hint) in (list, tuple):
+        kind = "list" if get_origin(hint) is list else "pair"
+        return [f"a {kind} of {' or '.join(_words(get_args(hint)[0]))}"]
     return [str(hint)]
 
 
@@ -150,7 +155,7 @@ def from_mapping(config: type[T], values: Mapping[str, Any], where: str = "") ->
     """
     parser = _mapping_parser(config)  # type: ignore[arg-type]  # a class is hashable
     with prefixing(where):
-        return _instantiate(parser, config, parser.parse_object(dict(values)))
+        return _instantiate(parser, config, parser.parse_object(deepcopy(dict(values))))  # it changes them
 
 
 @cache
@@ -186,8 +191,8 @@ def _import(module: str) -> None:
     sys.path.insert(0, str(Path.cwd()))
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"plugin: {module}: cannot be imported ({error})") from error
+    except Exception as error:  # whatever a user's module does
+        raise ValueError(f"plugin: {module}: cannot be imported ({type(error).__name__}: {error})") from error
     finally:
         sys.path.pop(0)
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
-    NonNegativeFloat,
     NonNegativeInt,
     OpenUnitInterval,
     PositiveFloat,
@@ -18,6 +17,7 @@ from jsonargparse.typing import (
 )
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="int restricted to be 0..2^63 - 1")
+Rate = restricted_number_type("Rate", float, [(">=", 0), ("<", float("inf"))], docstring="float restricted to be ≥0")
 Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)], docstring="float restricted to be in [0, 1)")
 
 
@@ -131,9 +131,9 @@ class TrainConfig:
     """Images a step over all processes."""
     micro_batch_size: PositiveInt | None = None
     """Images a forward pass of one process; the rest is accumulated. Default: no accumulation."""
-    learning_rate: NonNegativeFloat = 1e-4
+    learning_rate: Rate = 1e-4  # type: ignore[valid-type]
     """Constant learning rate of AdamW."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Rate = 0.0  # type: ignore[valid-type]
     """Weight decay of AdamW."""
     max_grad_norm: PositiveFloat | None = None
     """Clip the gradient to this norm. Default: no clipping."""

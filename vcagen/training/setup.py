@@ -15,8 +15,10 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from vcagen.build import build_model, build_process, resolve_kernel
 from vcagen.config.options import Config, ModelConfig, TrainConfig
 from vcagen.data.latents import DataSpec, open_dataset
+from vcagen.evaluation.features import EXTRACTORS
 from vcagen.networks.dit import DiT
 from vcagen.networks.weights import find_weights, load_into, read_metadata, read_weights
+from vcagen.processes.process import check_choice
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
@@ -89,6 +91,7 @@ def check_options(config: Config) -> None:
     """Raise ValueError for options whose types say nothing wrong and that no training can have."""
     if not config.run_dir.strip():
         raise ValueError(f"run_dir: {config.run_dir!r}; needs a folder")
+    check_choice("sampling.extractor", config.sampling.extractor, EXTRACTORS)
     decays = config.train.ema_decays
     if not decays or len(set(decays)) < len(decays):
         raise ValueError(f"train.ema_decays: {decays}; needs different decays, at least one")
