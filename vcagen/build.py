@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -109,6 +110,12 @@ def resolve_sampling(recipe: SamplingConfig, given: dict[str, Any], process: str
     return SamplingConfig(**{**values, "sampler": name})
 
 
+def build_sampler(settings: SamplingConfig) -> Callable[..., Tensor]:
+    """sampler(process, predict, noise, randn_like=...) of resolved settings, with its options."""
+    assert settings.sampler is not None, "resolve_sampling names the sampler"
+    return partial(SAMPLERS[settings.sampler].function, **sampler_options(settings))
+
+
 def sampler_options(settings: SamplingConfig) -> dict[str, Any]:
     """The options that the sampler of resolved settings uses."""
     assert settings.sampler is not None, "resolve_sampling names the sampler"
@@ -121,7 +128,6 @@ def rehearse(settings: SamplingConfig, process: Process, *, null_label: int | No
     Raises:
         ValueError: settings that the sampler or the guidance refuses.
     """
-    assert settings.sampler is not None, "resolve_sampling names the sampler"
 
     def zero(x_t: Tensor, t: Tensor, y: Tensor) -> Tensor:
         return x_t.new_zeros(len(x_t), process.outputs_per_channel, 1, 1)
@@ -130,5 +136,4 @@ def rehearse(settings: SamplingConfig, process: Process, *, null_label: int | No
         zero, torch.zeros(1, dtype=torch.long), cfg_scale=settings.cfg_scale, null_label=null_label,
         guided_channels=settings.guided_channels, interval=settings.cfg_interval,
     )  # fmt: skip
-    sampler, options = SAMPLERS[settings.sampler].function, sampler_options(settings)
-    sampler(process, predict, torch.zeros(1, 1, 1, 1), randn_like=torch.zeros_like, **options)
+    build_sampler(settings)(process, predict, torch.zeros(1, 1, 1, 1), randn_like=torch.zeros_like)

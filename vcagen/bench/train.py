@@ -62,7 +62,7 @@ def run(config: TrainBenchConfig) -> None:
         dataset = LatentDataset(folder)
         for variant in variants:
             trainer = _trainer(variant, config, dataset, Path(folder))
-            works[variant.name] = _Step(trainer)
+            works[variant.name] = _step(trainer)
             works[_bare_name(variant)] = _bare_step(trainer.model, trainer.optimizer, config.batch, device)
         if config.peer is not None:
             works[PEER] = _peer_step(config.peer, config.batch, device)
@@ -100,15 +100,10 @@ def _trainer(variant: Variant, config: TrainBenchConfig, dataset: LatentDataset,
     )
 
 
-class _Step:
+def _step(trainer: Trainer) -> Callable[[], None]:
     """A whole step of the training loop between two log lines, reading included."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.batches = trainer.batches()
-
-    def __call__(self) -> None:
-        self.trainer.train_step(*next(self.batches))
+    batches = trainer.batches()
+    return lambda: trainer.train_step(*next(batches))
 
 
 def _bare_step(model: nn.Module, optimizer: Any, batch: int, device: torch.device) -> Callable[[], None]:

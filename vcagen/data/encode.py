@@ -27,6 +27,7 @@ from vcagen.config.options import flatten
 from vcagen.data.images import ImageSet, open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.latents import LatentDataset, check_std, latent_std, open_vae, refuse_format_1, shard_file
 from vcagen.data.vae import LatentVAE
+from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import FORMAT, atomic_file, check_writable, read_json, sha256, write_json
 from vcagen.system.processes import build_accelerator
 
@@ -133,7 +134,9 @@ def _encode_shards(
                     part = moments[count : count + len(pixels)]
                     part[:, 0] = vae.encode_uint8(pixels)
                     part[:, 1] = vae.encode_uint8(pixels.flip(-1))
-                    _refuse_overflow(part, [images.names[i] for i in batch if i not in found])
+                    if lost := non_finite_rows(part):
+                        name = [images.names[i] for i in batch if i not in found][lost[0]]
+                        raise ValueError(f"{name}: its latent is not finite in {config.dtype}; try the other dtype")
                     count += len(pixels)
                 progress.update(len(batch))
             if config.on_bad_image == "error":
@@ -141,13 +144,6 @@ def _encode_shards(
             if not vae.is_identity and count >= min(256, len(images)):  # fewer images may have any std
                 check_std(latent_std(moments[:count, 0], vae.description()), config.images, vae.path)
             yield index, moments[:count], {images.names[i]: reason for i, reason in bad.items()}
-
-
-def _refuse_overflow(moments: Tensor, names: list[str]) -> None:
-    finite = moments.isfinite().flatten(1).all(1)
-    if not bool(finite.all()):
-        name, dtype = names[int(finite.int().argmin())], str(moments.dtype).removeprefix("torch.")
-        raise ValueError(f"{name}: its latent is not finite in {dtype}; try the other dtype")
 
 
 def _save(path: Path, array: NDArray[Any]) -> str:

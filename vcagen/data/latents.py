@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, get_worker_info
 from vcagen.config.options import DataConfig, VaeConfig
 from vcagen.data.images import ImageSet, is_dataset, open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.vae import DEFAULT_VAE, LatentVAE
+from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import read_json, reading
 
 Item = tuple[int, bool]
@@ -150,9 +151,8 @@ class LatentDataset(MomentsDataset):
         sample = np.unique(np.linspace(0, len(self) - 1, 256).astype(np.int64)).tolist()
         for mirror in (True, False):
             moments, _ = self.__getitems__([(index, mirror) for index in sample])
-            finite = moments.isfinite().flatten(1).all(1)
-            if not bool(finite.all()):
-                index = sample[int(finite.int().argmin())]
+            if rows := non_finite_rows(moments):
+                index = sample[rows[0]]
                 shard = int(np.searchsorted(self._starts, index, side="right")) - 1
                 item = f"{shard_file(self.path, shard)}: item {index - self._starts[shard]}"
                 what = "the mirror image" if mirror else "the image"

@@ -21,6 +21,7 @@ from vcagen.data.images import is_dataset
 from vcagen.evaluation.features import Extractor, Features, Shape
 from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
+from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import FORMAT, atomic_file, check_format, reading, sha256
 
 REFERENCE_ROWS = 10_000
@@ -92,8 +93,8 @@ class FeatureStatistics:
         for rows, moments in ((pool, self._pool), (spatial, self._spatial)):
             if rows is None:
                 continue
-            if not (finite := rows.isfinite().all(1)).all():
-                raise ValueError(f"image {self.taken + int(finite.int().argmin())}: its features are not finite")
+            if wrong := non_finite_rows(rows):
+                raise ValueError(f"image {self.taken + wrong[0]}: its features are not finite")
             moments.update(rows)
         if self._inception_score is not None and (logits := self.extractor.logits(pool)) is not None:
             self._inception_score.add(logits)

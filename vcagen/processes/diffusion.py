@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vcagen.processes.process import Model, check_choice
+from vcagen.processes.process import Model, check_choice, complete
 
 SPACINGS = ("ddpm", "ddim")
 
@@ -157,13 +157,7 @@ class GaussianDiffusion:
         Returns:
             loss = mse + vb, mse, vb: each (N,).
         """
-        x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
-        source = generator.device if generator else x_start.device
-        if t is None:
-            t = self.sample_t(len(x_start), generator, source)
-        if noise is None:
-            noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
-        t, noise = t.to(x_start.device), noise.to(x_start)
+        x_start, t, noise = complete(self.sample_t, x_start, t, noise, generator)
         x_t = self.q_sample(x_start, t, noise)
         output = model(x_t, self._table("timestep", x_t.device, torch.int64)[t], y).to(x_t.dtype)
         assert output.shape[1] == 2 * x_t.shape[1], (output.shape, x_t.shape)

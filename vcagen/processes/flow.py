@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from vcagen.processes.process import Model, check_choice
+from vcagen.processes.process import Model, check_choice, complete
 
 DIFFUSION_FORMS = ("constant", "SBDM", "sigma", "linear", "decreasing", "increasing-decreasing")
 
@@ -81,13 +81,8 @@ class LinearInterpolant:
         Returns:
             loss: (N,).
         """
-        x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
-        source = generator.device if generator else x_start.device
-        if t is None:
-            t = self.sample_t(len(x_start), generator, source)
-        if noise is None:
-            noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
-        t, noise = t.to(x_start), noise.to(x_start)
+        x_start, t, noise = complete(self.sample_t, x_start, t, noise, generator)
+        t = t.to(x_start.dtype)
         x_t, velocity = self.interpolate(x_start, noise, t)
         output = model(x_t, t, y).to(x_t.dtype)
         assert output.shape == x_t.shape, (output.shape, x_t.shape)

@@ -35,11 +35,30 @@ class NonFiniteError(ValueError):
         self.rows = rows
 
 
+def non_finite_rows(x: Tensor) -> list[int]:
+    """Positions of what is not finite in x (N, ...). Waits for the device."""
+    finite = x.flatten(1).isfinite().all(1)
+    return [] if bool(finite.all()) else finite.logical_not().nonzero()[:, 0].tolist()
+
+
 def refuse_non_finite(x: Tensor, what: str) -> None:
     """Raise NonFiniteError where an image of x (N, ...) is not finite. Waits for the device."""
-    finite = x.flatten(1).isfinite().all(1)
-    if not bool(finite.all()):
-        raise NonFiniteError(what, (~finite).nonzero()[:, 0].tolist())
+    if rows := non_finite_rows(x):
+        raise NonFiniteError(what, rows)
+
+
+def complete(
+    sample_t: Callable[..., Tensor], x_start: Tensor, t: Tensor | None, noise: Tensor | None,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Images in float32 or float64, and on their device the times and noise given, or drawn on the generator's."""
+    x_start = x_start.to(torch.promote_types(x_start.dtype, torch.float32))
+    source = generator.device if generator else x_start.device
+    if t is None:
+        t = sample_t(len(x_start), generator, source)
+    if noise is None:
+        noise = torch.randn(x_start.shape, generator=generator, device=source, dtype=x_start.dtype)
+    return x_start, t.to(x_start.device), noise.to(x_start)
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:

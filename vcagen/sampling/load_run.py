@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vcagen.build import build_model, build_process, rehearse, resolve_sampling, sampler_options, with_kernel
+from vcagen.build import build_model, build_process, build_sampler, rehearse, resolve_sampling, with_kernel
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, ModelConfig, ProcessConfig, SamplingConfig
 from vcagen.data.latents import DataSpec, vae_options
@@ -22,7 +22,6 @@ from vcagen.networks.dit import DIT_SIZES
 from vcagen.networks.weights import Weights, architecture, find_weights, load_into, read_weights
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Model, NonFiniteError, Process, check_choice
-from vcagen.processes.samplers import SAMPLERS
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.noise import LabelRule, SeededNoise
 from vcagen.system.files import reading, sha256
@@ -92,18 +91,15 @@ class LoadedRun:
         Raises:
             ValueError: NaN or infinity in an image, by index.
         """
-        assert settings.sampler is not None, "`sampling` names the sampler"
         start = noise.initial(indices, self.latent_shape, self.vae.device)  # (N, C, h, w), from (seed, index) alone
         predict = with_cfg(
             self.network, y.to(self.vae.device), cfg_scale=settings.cfg_scale, null_label=self.null_label,
             guided_channels=settings.guided_channels, interval=settings.cfg_interval,
         )  # fmt: skip
-        sample = SAMPLERS[settings.sampler].function
+        sampler = build_sampler(settings)
         try:
             with matrix_products(tf32=self.tf32):
-                latents = sample(
-                    self.process, predict, start, randn_like=noise.of_steps(indices), **sampler_options(settings)
-                )
+                latents = sampler(self.process, predict, start, randn_like=noise.of_steps(indices))
             return self.vae.decode(latents, batch=decode_batch)
         except NonFiniteError as error:
             raise ValueError(f"image {indices[error.rows[0]]}: {error}; nothing is written of its chunk") from error
