@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,9 +26,11 @@ def run(config: SampleBenchConfig) -> None:
     whole: list[float] = []
     alone: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        weights = _random_weights(config, Path(folder))
+        weights = str(_random_weights(config, Path(folder)))
+        given = {"num_images": config.num_images, "num_steps": config.num_steps}
+        options = SampleConfig(checkpoint=weights, batch=config.batch, given=frozenset(given), **given)
         for repeat in range(config.repeats + 1):
-            session = SamplingSession(_options(config, weights, Path(folder) / str(repeat)))
+            session = SamplingSession(replace(options, out=f"{folder}/{repeat}"))
             session.prepare()
             device = session.accelerator.device
             alone.append(seconds_of(lambda run=session.run: _bare(config, run), device))  # type: ignore[misc]
@@ -56,13 +58,6 @@ def _random_weights(config: SampleBenchConfig, folder: Path) -> Path:
     network = build_model(recipe.model, recipe.process, data)
     save_weights(folder / "weights.safetensors", network.state_dict(), metadata)
     return folder / "weights.safetensors"
-
-
-def _options(config: SampleBenchConfig, weights: Path, out: Path) -> SampleConfig:
-    given = {"num_images": config.num_images, "num_steps": config.num_steps}
-    return SampleConfig(
-        checkpoint=str(weights), out=str(out), batch=config.batch, given=frozenset(given), **given
-    )  # fmt: skip
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from vcagen.paper import plots
 from vcagen.paper.comparison import ComparedRow, compare, difference
 from vcagen.paper.run_results import Column, RunResults, Score, read_run
 from vcagen.paper.table import Table, markdown
-from vcagen.system.files import atomic_file, reading, write_json
+from vcagen.system.files import reading, write_json, write_text
 from vcagen.system.run_folder import latest_checkpoint
 from vcagen.training.plots import plot_losses
 
@@ -42,7 +42,7 @@ def report_table(table: Table, name: str, runs: str | Path, out: str | Path, *, 
     (plots.plot_spread if table.seeds else plots.plot_pairs)(out / f"{name}.png", table.title, rows)
     text = table_text(table.title, rows, f"{name}.png", columns)
     write_json(out / f"{name}.json", table_values(table.title, rows, columns))
-    _write_text(out / f"{name}.md", text)
+    write_text(out / f"{name}.md", text)
     return text
 
 
@@ -64,7 +64,7 @@ def report_run(folder: str | Path, out: str | Path, *, score: str | None = None)
     picture = plot_losses(folder, out)
     text = run_text(run, cost, picture.name)
     write_json(out / "report.json", run_values(run, cost))
-    _write_text(out / "report.md", text)
+    write_text(out / "report.md", text)
     return text
 
 
@@ -72,11 +72,6 @@ def cost_of(config: Config, data: DataSpec) -> Cost:
     """Cost of the network of a configuration."""
     with torch.device("meta"):
         return measure(build_model(with_kernel(config.model, "maps"), config.process, data))
-
-
-def _write_text(path: Path, text: str) -> None:
-    with atomic_file(path) as temporary:
-        temporary.write_text(text)
 
 
 def _score_values(scores: Sequence[Score]) -> list[dict[str, Any]]:

@@ -96,10 +96,15 @@ def check_writable(path: str | Path) -> None:
         raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text)
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
-    with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=True) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 FORMAT = 2

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from vcagen.system.files import atomic_file, reading
+from vcagen.system.files import reading, write_text
 from vcagen.system.run_folder import latest_checkpoint
 
 
@@ -94,8 +94,7 @@ class MetricsLog:
         self.sums, self.images = dict(state["sums"]), state["images"]
         log, path = read_log(self.run_dir, until=step), self.run_dir / "metrics.jsonl"
         if self.accelerator.is_main_process and path.exists():
-            with atomic_file(path) as temporary:
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in log))
+            write_text(path, "".join(json.dumps(line) + "\n" for line in log))
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -28,7 +28,7 @@ from vcagen.networks.dit import DiT
 from vcagen.processes.process import Process
 from vcagen.sampling.image_store import PREVIEW, save_grid
 from vcagen.sampling.load_run import LoadedRun
-from vcagen.system.files import FORMAT, atomic_file
+from vcagen.system.files import FORMAT, write_text
 from vcagen.system.interruption import Interruption
 from vcagen.system.processes import any_process
 from vcagen.system.run_folder import latest_checkpoint, lock_run
@@ -261,8 +261,7 @@ class Trainer:
         with lock or nullcontext():
             if main:
                 remove_leftovers(self.run_dir)
-                with atomic_file(self.run_dir / "config.yaml") as temporary:
-                    temporary.write_text(yaml.safe_dump(config, sort_keys=False))
+                write_text(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             if self.config.log.trackers:
                 shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flatten(config).items()}
                 self.accelerator.init_trackers("vcagen", config=shown)
