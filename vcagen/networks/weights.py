@@ -26,6 +26,8 @@ from vcagen.system.run_folder import list_checkpoints
 
 PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put in front of every name."""
+SETS = {"ema": "ema", "model": "raw", "state_dict": "weights"}
+"""Sets of weights in a file of others, the best first, and what they are called here."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +95,11 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
         raise ValueError(f"{path}: holds a {type(content).__name__}; a dict of tensors is needed")
     args = content.get("args")
     args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else None
-    found, name = content, "weights"
-    if isinstance(content.get("ema"), dict) and which == "ema":
-        found, name = content["ema"], "ema"
-    elif isinstance(content.get("model"), dict):
-        found, name = content["model"], "raw"
-    elif isinstance(content.get("state_dict"), dict):
-        found = content["state_dict"]
-    elif isinstance(content.get("ema"), dict):
+    sets = [key for key in SETS if isinstance(content.get(key), dict)]
+    if which == "raw" and sets == ["ema"]:
         raise ValueError(f"{path}: holds averaged weights only; raw weights were asked for")
+    key = next((key for key in sets if which == "ema" or key != "ema"), None)
+    found, name = (content, "weights") if key is None else (content[key], SETS[key])
     return Weights(_strip(path, found), name, None, args)
 
 

@@ -83,6 +83,7 @@ class Trainer:
         self.micro_batches = [slice(start, min(start + micro, local)) for start in range(0, local, micro)]
         self.network = network.train()
         self.model, self.optimizer = self._prepare(network)
+        self.scaler = accelerator.scaler  # of the losses, for fp16 alone
         self.emas = [EMA(network.parameters(), decay, warmup=train.ema_warmup) for decay in train.ema_decays]
         self.draws = DrawsAhead(self._draw, self.device)
         self.metrics = MetricsLog(accelerator, self.run_dir)
@@ -278,7 +279,6 @@ class Trainer:
         norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
         if any_process(self.accelerator, not norms.isfinite().all()):
             raise ValueError(f"weights: not finite after step {self.step}; not saved")
-        scaler = getattr(self.accelerator, "scaler", None)
         main, settings = self.accelerator.is_main_process, self.config.checkpoint
         save_checkpoint(
             self.run_dir, self.step, self.network, self.emas, self.optimizer.optimizer, main=main,
@@ -287,7 +287,7 @@ class Trainer:
                 "num_items": len(self.dataset),
                 "num_processes": self.accelerator.num_processes,
                 "losses": losses,
-                "scaler": scaler.state_dict() if scaler is not None else None,
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
             },
         )  # fmt: skip
         if main:
@@ -312,9 +312,8 @@ class Trainer:
                 raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
             load_checkpoint(folder, self.network, self.emas, self.optimizer.optimizer)
             self.step = state["step"]
-            scaler = getattr(self.accelerator, "scaler", None)
-            if scaler is not None and state["scaler"] is not None:
-                scaler.load_state_dict(state["scaler"])
+            if self.scaler is not None and state["scaler"] is not None:
+                self.scaler.load_state_dict(state["scaler"])
             self._say(f"{self.run_dir}: going on from {folder.name}")
             if state["num_processes"] != self.accelerator.num_processes:
                 self._say(
