@@ -340,7 +340,7 @@ def test_incomplete_and_damaged_sets_are_refused(shards, tmp_path):
         with pytest.raises(ValueError, match=r"moments_00001\.npy"):
             LatentDataset(copy)
     second.unlink()
-    with pytest.raises(ValueError, match=r"moments_00001\.npy: no such file"):
+    with pytest.raises(ValueError, match=r"moments_00001\.npy: No such file"):
         LatentDataset(copy)
     shutil.copy(copy / "moments_00002.npy", second)
     with pytest.raises(ValueError, match=r"not as many as shards\.json says"):

@@ -122,7 +122,7 @@ def test_npz_that_holds_no_images(tmp_path):
     path.write_bytes(b"PK nothing")
     with pytest.raises(ValueError, match=r"x\.npz: damaged \(BadZipFile"):
         open_npz(str(path))
-    with pytest.raises(ValueError, match=r"absent\.npz: no such file"):
+    with pytest.raises(ValueError, match=r"absent\.npz: No such file"):
         open_npz(str(tmp_path / "absent.npz"))
 
 

@@ -121,8 +121,8 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         what = " ".join(str(error).split())
-        if isinstance(error, FileNotFoundError):
-            what = f"{path}: no such file"
+        if isinstance(error, OSError) and error.strerror:
+            what = f"{path}: {error.strerror}"
         elif type(error) is not ValueError:
             what = f"{path}: damaged ({type(error).__name__}: {what})"
         raise ValueError(what if str(path) in what else f"{path}: {what}") from error
