@@ -369,7 +369,7 @@ def test_a_training_holds_its_folder_until_it_ends(tmp_path):
 
 
 def test_a_killed_training_does_not_leave_its_lock_to_its_loader_workers(tmp_path):
-    script = f"{HOLD}; import os, time; print(os.fork(), flush=True); time.sleep(60)"
+    script = f"{HOLD}; import os, time; os.write(1, b'%d\\n' % os.fork()); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / ".lock")], stdout=-1, text=True) as other:
         _, *forked = (int(other.stdout.readline()) for _ in range(3))
         worker = max(forked)  # the worker itself has told 0, so it is at work

@@ -71,7 +71,7 @@ def resolve_kernel(model: ModelConfig, data: DataSpec, precision: str, device: t
     return with_kernel(model, "fused" if wins else "maps")
 
 
-def with_kernel(model: ModelConfig, kernel: Literal["maps", "fused"]) -> ModelConfig:
+def with_kernel(model: ModelConfig, kernel: Literal["auto", "maps", "fused"]) -> ModelConfig:
     """The model options with that kernel; maps run on any device."""
     return replace(model, attention_options=replace(model.attention_options, kernel=kernel))
 

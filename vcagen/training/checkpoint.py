@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from vcagen.config.command_line import from_mapping
 from vcagen.config.options import MUTABLE, Config, flatten, may_change, to_plain
 from vcagen.data.latents import DataSpec
 from vcagen.networks.weights import read_metadata, save_weights
@@ -40,7 +41,7 @@ def check_same_run(run_dir: Path, config: Config) -> None:
     """
     if (newest := latest_checkpoint(run_dir)) is None:
         return
-    theirs, ours = flatten(_metadata(newest)["config"]), flatten(to_plain(config))
+    theirs, ours = (flatten(to_plain(one)) for one in (saved_config(newest), config))
     differences = [
         f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here"
         for key in {**theirs, **ours}
@@ -48,6 +49,13 @@ def check_same_run(run_dir: Path, config: Config) -> None:
     ]
     if differences:
         raise ValueError(f"{run_dir}: is another run; {'; '.join(differences)}; may change: {', '.join(MUTABLE)}")
+
+
+def saved_config(checkpoint: Path) -> Config:
+    """The configuration of a checkpoint; options that are newer than it have their defaults."""
+    path = checkpoint / "model.safetensors"
+    with reading(path):
+        return from_mapping(Config, _metadata(checkpoint)["config"])
 
 
 def check_same_data(run_dir: Path, data: DataSpec) -> None:

@@ -12,17 +12,17 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list
 
-from vcagen.build import build_model, build_process, resolve_kernel
+from vcagen.build import build_model, build_process, resolve_kernel, with_kernel
 from vcagen.config.options import Config, ModelConfig, TrainConfig
 from vcagen.data.latents import DataSpec, open_dataset
 from vcagen.evaluation.features import EXTRACTORS
 from vcagen.networks.dit import DiT
-from vcagen.networks.weights import find_weights, load_into, read_metadata, read_weights
+from vcagen.networks.weights import find_weights, load_into, read_weights
 from vcagen.processes.process import check_choice
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
-from vcagen.training.checkpoint import check_same_data, check_same_run
+from vcagen.training.checkpoint import check_same_data, check_same_run, saved_config
 from vcagen.training.plots import plot_losses
 from vcagen.training.trainer import Trainer, local_part
 
@@ -71,7 +71,7 @@ def build_trainer(config: Config) -> Trainer:
     )
     with prefixing("sampling."):
         trainer.averaged_run().sampling()
-    if config.log.preview_every and accelerator.is_main_process:
+    if config.log.preview_every and accelerator.is_main_process and not config.dry_run:
         with prefixing("previews need the VAE (log.preview_every 0 makes none): "):
             vae.verify()  # now, not at the first preview
     return trainer
@@ -81,8 +81,7 @@ def _resolved_model(config: Config, data: DataSpec, accelerator: Accelerator) ->
     """The model options with the attention's kernel decided: a run keeps its own, the first process decides for all."""
     model, newest = config.model, latest_checkpoint(config.run_dir)
     if model.attention_options.kernel == "auto" and newest is not None:
-        kernel = (read_metadata(newest / "model.safetensors") or {})["config"]["model"]["attention_options"]["kernel"]
-        model = replace(model, attention_options=replace(model.attention_options, kernel=kernel))
+        model = with_kernel(model, saved_config(newest).model.attention_options.kernel)
     (model,) = broadcast_object_list([resolve_kernel(model, data, config.train.precision, accelerator.device)])
     return model
 

@@ -37,6 +37,9 @@ from vcagen.training.ema import EMA
 from vcagen.training.metrics_log import MetricsLog
 from vcagen.training.randomness import DrawsAhead, StepDraws, StepSampler, draw, drop_labels
 
+PREVIEW_BATCH = 16
+"""So many images of a preview are made at once: the VAE's decoder takes more memory than a training step leaves."""
+
 
 def local_part(batch_size: int, rank: int, world_size: int) -> slice:
     """Positions of the global batch that a process works on.
@@ -342,7 +345,7 @@ class Trainer:
                 with self.emas[0].applied(self.network.parameters()):
                     images = self.averaged_run().sample(
                         "balanced", indices=range(count), seed=self.config.seed, output="tensor",
-                        batch=min(count, self.micro_batches[0].stop),
+                        batch=min(count, PREVIEW_BATCH, self.micro_batches[0].stop),
                     )  # fmt: skip
                 assert isinstance(images, Tensor)
                 save_grid(self.run_dir / "previews" / f"step_{self.step:07d}.png", images)
