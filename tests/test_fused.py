@@ -1,5 +1,7 @@
 """The fused kernels, interpreted on the CPU in processes of their own, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from helpers import ENV, ROOT, python
@@ -10,21 +12,19 @@ from vcagen.networks.attention import VisualContrastAttention
 CASES = ROOT / "tests" / "fused_kernels.py"
 INTERPRETED = {**ENV, "TRITON_INTERPRET": "1"}
 FAST = (
-    "narrow;two blocks of columns;bins overlap;prefix;bins repeat;several blocks;one token;one contrast token;"
-    "pool, emb;emb, pool+emb;emb, emb"
+    "two blocks of columns;bins overlap;prefix;bins repeat;several blocks;one token;one contrast token;"
+    "pool, emb;emb, pool+emb"
 )
 FULL = "S;XL;widest;96 wide;class token;class token, bins overlap;odd;128 contrast tokens;pool, pool+emb"
 
 
 @pytest.mark.skipif(fused.why_not(4, 32, ("contrast", "contrast")) is not None, reason="triton is not installed")
 class TestKernels:
-    def test_outputs_and_gradients(self):
-        """In float32 those of float64, in half precision no worse than those of the maps, the same each time."""
+    def test_numbers_and_operator(self):
+        """One process for all, since to import torch and Triton takes as long as most checks."""
         numbers = [f"float32={FAST}", "zero_weights", "repeats", "half=two blocks of columns"]
-        python(CASES, *numbers, "autocast", "checkpointing", "flops", env=INTERPRETED)
-
-    def test_operator(self):
-        python(CASES, "operator=narrow", "compiles=aot_eager", env=INTERPRETED)
+        operator = ["autocast", "checkpointing", "flops", "operator=narrow", "compiles=aot_eager"]
+        python(CASES, *operator, *numbers, env=INTERPRETED)
 
     @pytest.mark.slow
     def test_operator_with_inductor(self):
@@ -33,7 +33,18 @@ class TestKernels:
     @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["float32", "half"])
     def test_full_grid_of_shapes(self, precision):
-        python(CASES, f"{precision}={FAST};{FULL}", env=INTERPRETED, timeout=3000)
+        python(CASES, f"{precision}={FAST};narrow;emb, emb;{FULL}", env=INTERPRETED, timeout=3000)
+
+
+@pytest.mark.slow
+def test_nothing_spills_at_width_64_on_compute_capability_90(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    file = tmp_path / "kernels.json"
+    options = ["--capabilities", "[90]", "--head_dims", "[64]", "--json", file]
+    python("-m", "vcagen", "bench", "kernels", "--compile_only", *options, env=ENV)
+    kernels = json.loads(file.read_text())["rows"]
+    assert [row["kernel"] for row in kernels] == ["forward", "backward"]
+    assert all(row["stack"] == row["spills"] == 0 and row["blocks"] >= 2 for row in kernels)
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,18 @@ def test_auto_is_what_was_measured_to_be_faster(a_gpu, fused_ms, chosen):
 
 def test_fused_needs_a_gpu():
     asked = replace(S2, attention_options=VcaOptions(kernel="fused"))
-    assert kernel(asked, "bf16", GPU) == "fused"
     with pytest.raises(ValueError, match=r"kernel: fused runs on CUDA devices, not on cpu; take maps"):
         kernel(asked, "bf16", CPU)
+
+
+def test_fused_is_tried_once_before_it_is_taken(a_gpu, monkeypatch):
+    asked, tried = replace(S2, attention_options=VcaOptions(kernel="fused")), []
+    monkeypatch.setattr("vcagen.build.try_fused", lambda *arguments: tried.append(arguments))
+    assert kernel(asked, "bf16", GPU) == "fused"
+    ((attention, dtype, device),) = tried
+    assert (attention.num_tokens, dtype, device) == (256, torch.bfloat16, GPU)
+    with pytest.raises(ValueError, match=r"^kernel: fused does not run here \(.*not on cpu.*\); take maps"):
+        kernel_times.try_fused(attention, torch.float32, CPU)
 
 
 def test_a_run_says_and_keeps_its_kernel(tmp_path, monkeypatch):

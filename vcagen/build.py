@@ -15,7 +15,7 @@ from vcagen.config.options import SAMPLING_OPTIONS, ModelConfig, ProcessConfig, 
 from vcagen.data.latents import DataSpec
 from vcagen.networks.attention import VisualContrastAttention
 from vcagen.networks.dit import DiT, parse_size
-from vcagen.networks.kernel_times import fused_wins
+from vcagen.networks.kernel_times import fused_wins, try_fused
 from vcagen.processes import PROCESSES
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Process, check_choice
@@ -57,16 +57,21 @@ def resolve_kernel(model: ModelConfig, data: DataSpec, precision: str, device: t
     """The model options with `kernel: auto` decided: fused where it was measured to be faster on this GPU, else maps.
 
     Raises:
-        ValueError: fused on another device than a GPU.
+        ValueError: fused on a device that does not run it.
     """
     kernel = model.attention_options.kernel
     if kernel == "fused" and device.type != "cuda":
         raise ValueError(f"model.attention_options.kernel: fused runs on CUDA devices, not on {device.type}; take maps")
-    if kernel != "auto":
+    if kernel == "maps":
         return model
     with torch.device("meta"):
         attention = build_model(model, ProcessConfig(), data).blocks[0].attn
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    if kernel == "fused":
+        assert isinstance(attention, VisualContrastAttention), "no other attention has this option"
+        with prefixing("model.attention_options."):
+            try_fused(attention, dtype, device)
+        return model
     wins = isinstance(attention, VisualContrastAttention) and fused_wins(attention, dtype, device)
     return with_kernel(model, "fused" if wins else "maps")
 

@@ -192,7 +192,7 @@ def _disassemble(tools: Path, cubin: bytes) -> tuple[str, list[str]]:
             subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
             for command in ([tools / "cuobjdump", "-res-usage"], [tools / "nvdisasm"])
         )
-    return usage, [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/|\.L_x_\d+:", line)]
+    return usage, [line for line in code.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,}\*/.*;|\.L_x_\d+:", line)]
 
 
 def _executed(code: list[str], rounds: int) -> int:

@@ -44,16 +44,23 @@ def column_blocks(head_dim: int) -> tuple[int, ...]:
     return (main, rest) if rest < main else (2 * main,)
 
 
+def precision(dtype: torch.dtype) -> str:
+    """How Triton multiplies float32: exactly, unless torch may use TF32. It means nothing to other types."""
+    return "ieee" if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32 else "tf32"
+
+
 def launch_options(
     kernel: str, head_dim: int, dtype: torch.dtype, num_tokens: int, capability: tuple[int, int]
 ) -> dict[str, int]:
-    """Rows of a block, warps and pipeline stages of a kernel; docs/kernels_compile.md shows what others cost.
+    """Rows of a block, warps and pipeline stages of a kernel; docs/benchmarks.md shows what others cost.
 
     The fewest instructions win, not the fewest spills: with 64 rows four warps share the tensor cores' tiles without
     doing anything twice, which eight would. Exact float32 has no tensor cores, and needs the registers of eight.
     """
-    if dtype == torch.float32:
+    if precision(dtype) == "ieee":
         rows, warps, stages = 32 if kernel == "forward" else 16, 8, 1
+    elif dtype == torch.float32:
+        rows, warps, stages = 32, 4, 1
     elif head_dim <= 96:
         rows, warps, stages = 64, 4, 2 if head_dim <= 64 and capability[0] == 9 else 1
     else:
@@ -70,13 +77,12 @@ def kernel_sizes(
 ) -> dict[str, Any]:
     """The compile-time sizes that `forward` and `backward` share, by their names there."""
     (height, width), (rows, columns) = grid, contrast_grid
-    exact = torch.backends.cuda.matmul.allow_tf32 is False
     return {
         "n": rows * columns, "d": head_dim, "C": max(16, _power_of_two(rows * columns)),
         "WIDTHS": column_blocks(head_dim), "P": _power_of_two(head_dim),
         "T": num_tokens, "PREFIX": num_tokens - height * width, "H": height, "W": width, "h": rows, "w": columns,
         "KH": _largest_bin(height, rows), "KW": _largest_bin(width, columns),
-        "PRECISION": "ieee" if dtype == torch.float32 and exact else "tf32",
+        "PRECISION": precision(dtype),
     }  # fmt: skip
 
 
@@ -125,11 +131,13 @@ def contrast_attention(
     kernels = _kernels(qkv)
     images, tokens, _three, heads, width = qkv.shape
     outputs = _outputs(qkv, contrast_grid)
-    kernels.forward[(images * heads,)](
-        qkv.contiguous(), embedding1, embedding2, lambdas1, lambdas2, weight1, weight2, *outputs, heads, lambda_init,
-        POOL1=pool1, POOL2=pool2, **kernel_sizes(tokens, width, grid, contrast_grid, qkv.dtype),
-        **launch_options("forward", width, qkv.dtype, tokens, _capability(qkv.device)),
-    )  # fmt: skip
+    sizes = kernel_sizes(tokens, width, grid, contrast_grid, qkv.dtype)
+    launch = launch_options("forward", width, qkv.dtype, tokens, _capability(qkv.device))
+    with torch.cuda.device_of(qkv):
+        kernels.forward[(images * heads,)](
+            qkv.contiguous(), embedding1, embedding2, lambdas1, lambdas2, weight1, weight2, *outputs,
+            heads, lambda_init, POOL1=pool1, POOL2=pool2, **sizes, **launch,
+        )  # fmt: skip
     return outputs
 
 
@@ -160,19 +168,21 @@ def contrast_attention_backward(
     g_qkv, *g_parameters = gradients = _gradients(qkv, *parameters)
     g_streams = lse1.new_empty(images, heads, 2, n, width)
     g_lambdas, g_weights = lse1.new_empty(images, heads, 2), lse1.new_empty(images, heads, 2, width)
-    kernels.backward[(images * heads,)](
-        qkv.contiguous(), *parameters, saved, lse1, lse2, g_out.contiguous(), g_qkv, g_streams,
-        qkv.new_empty(images, heads, n, width), g_lambdas, g_weights, heads, lambda_init,
-        POOL1=pool1, POOL2=pool2, **kernel_sizes(tokens, width, grid, contrast_grid, qkv.dtype),
-        **launch_options("backward", width, qkv.dtype, tokens, _capability(qkv.device)),
-    )  # fmt: skip
+    sizes = kernel_sizes(tokens, width, grid, contrast_grid, qkv.dtype)
+    launch = launch_options("backward", width, qkv.dtype, tokens, _capability(qkv.device))
     block, columns = 128, 16
     programs = -(-2 * heads * n * width // block) + 2 * -(-width // columns) + 2
-    kernels.reduce[(programs,)](
-        g_streams, g_lambdas, g_weights, lambdas1, lambdas2,
-        *(g if g.numel() else None for g in g_parameters), images, heads, lambda_init,
-        n=n, d=width, P=_power_of_two(width), E=block, K=columns,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):
+        kernels.backward[(images * heads,)](
+            qkv.contiguous(), *parameters, saved, lse1, lse2, g_out.contiguous(), g_qkv, g_streams,
+            qkv.new_empty(images, heads, n, width), g_lambdas, g_weights, heads, lambda_init,
+            POOL1=pool1, POOL2=pool2, **sizes, **launch,
+        )  # fmt: skip
+        kernels.reduce[(programs,)](
+            g_streams, g_lambdas, g_weights, lambdas1, lambdas2,
+            *(g if g.numel() else None for g in g_parameters), images, heads, lambda_init,
+            n=n, d=width, P=_power_of_two(width), E=block, K=columns,
+        )  # fmt: skip
     return gradients
 
 

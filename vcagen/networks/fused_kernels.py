@@ -81,8 +81,12 @@ def _store(base, rows, stride, valid, columns, d: tl.constexpr, matrix):
 
 
 @triton.jit
-def _load_vector(base, columns, d: tl.constexpr):
-    return [tl.load(base + x, x < d, 0.0).to(tl.float32) for x in columns]
+def _load_row(base, rows, valid):
+    """A number for each row; zero where not `valid`."""
+    if valid is None:
+        return tl.load(base + rows)
+    else:
+        return tl.load(base + rows, valid, 0.0)
 
 
 @triton.jit
@@ -421,8 +425,8 @@ def backward(
     for first in tl.range(0, T, B, disable_licm=True):
         valid = _valid(first, T, B)
         queries = _load(q + first * stride, rows, stride, valid, columns, d)
-        p1 = _again(queries, positive, tl.load(lse2 + first + rows, valid), n, C, PRECISION)
-        p2 = _again(queries, negative, tl.load(lse2 + T + first + rows, valid), n, C, PRECISION)
+        p1 = _again(queries, positive, _load_row(lse2 + first, rows, valid), n, C, PRECISION)
+        p2 = _again(queries, negative, _load_row(lse2 + T + first, rows, valid), n, C, PRECISION)
         a = (p1 - lambda2 * p2).to(dtype)
         hat, r, _out = _rms_norm(_p_b(a, contrast, _zeros(B, WIDTHS), PRECISION), weights2, d)
         g = _cast(_load(g_out + first * M * d, rows, M * d, valid, columns, d), tl.float32)
@@ -452,8 +456,8 @@ def backward(
         valid = _valid(first, T, B)
         queries = _load(q + first * stride, rows, stride, valid, columns, d)
         g_a_v = _load(g_q + first * stride, rows, stride, valid, columns, d)
-        p1 = _again(queries, positive, tl.load(lse2 + first + rows, valid), n, C, PRECISION)
-        p2 = _again(queries, negative, tl.load(lse2 + T + first + rows, valid), n, C, PRECISION)
+        p1 = _again(queries, positive, _load_row(lse2 + first, rows, valid), n, C, PRECISION)
+        p2 = _again(queries, negative, _load_row(lse2 + T + first, rows, valid), n, C, PRECISION)
         g_a = _a_bt(g_a_v, contrast, PRECISION)
         dots1, dots2 = tl.sum(p1 * g_a, 1), tl.sum(p2 * g_a, 1)
         g_lambda2 -= dots2

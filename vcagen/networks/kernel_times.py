@@ -34,6 +34,21 @@ def keep_times(gpu: str, times: dict[str, dict[str, float]]) -> Path:
     return times_file()
 
 
+def try_fused(attention: VisualContrastAttention, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the fused kernels of that attention once, both ways, on one image of zeros.
+
+    Raises:
+        ValueError: this device cannot run them, for want of shared memory or otherwise.
+    """
+    sizes = (1, attention.num_tokens, 3, attention.num_heads, attention.head_dim)
+    qkv = torch.zeros(sizes, device=device, dtype=dtype, requires_grad=True)
+    try:
+        attention.to_empty(device=device).attend_packed(qkv).sum().backward()
+    except Exception as error:  # Triton and its compiler have classes of their own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"kernel: fused does not run here ({reason}); take maps") from error
+
+
 def shape_key(attention: VisualContrastAttention, dtype: torch.dtype) -> str:
     """What decides the speed of the kernels."""
     sizes = f"d {attention.head_dim}, T {attention.num_tokens}, n {attention.num_contrast_tokens}"
