@@ -1,14 +1,25 @@
 """The benchmarks run: a table on stdout and the same numbers as JSON. What they measure is not asserted."""
 
+import gc
 import json
+import re
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from helpers import ENV, ROOT
 from PIL import Image
 
-from vcagen.__main__ import main
-from vcagen.bench import _timing
+from vcagen.__main__ import JOBS, main
+from vcagen.bench import _timing, train
+from vcagen.build import build_model
+from vcagen.config import command_line
+from vcagen.config.options import ModelConfig, ProcessConfig
+from vcagen.data.latents import DataSpec
+from vcagen.networks.cost import measure
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +58,15 @@ def test_attention(capsys, tmp_path):
     assert layer["multiply_add_ratio"] == pytest.approx((4 * 64 + 2 * 64) / (4 * 64 + 6 * 4))
 
 
+def test_attention_with_heads_of_xl(capsys, tmp_path):
+    cells, numbers = run(
+        capsys, tmp_path, "attention", "--tokens=[256]", "--widths=[144]", "--head_width=72", "--modes=[eager]",
+        "--seconds=0.01", "--parts=[attend]",
+    )  # fmt: skip
+    assert len(cells) == 3
+    assert (numbers["head_width"], numbers["batch_tokens"], numbers["rows"][0]["batch"]) == (72, 2048, 8)
+
+
 @pytest.mark.slow
 def test_attention_compiled(capsys, tmp_path):
     cells, _ = run(
@@ -70,7 +90,7 @@ def test_train(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (header, *cells), numbers = run(
         capsys, tmp_path, "train", "--sizes=[S/8]", "--precisions=[float32,bf16]", "--batch=1", "--seconds=0.01",
-        "--peer=other_project:Network",
+        "--peer=other_project:Network", "--peak_tflops=0.1",
     )  # fmt: skip
     assert [row[0] for row in cells] == [
         "S/8 mhsa, float32, eager", "S/8 vca, float32, eager",
@@ -81,14 +101,48 @@ def test_train(capsys, tmp_path, monkeypatch):
     assert all(row["images_per_second"] > 0 for row in numbers["rows"])
     assert [row.get("time_over_mhsa") is not None for row in numbers["rows"]] == [False, True, False, True, False]
     assert all(row["faster_than_peer"] > 0 for row in numbers["rows"][:-1])
-    assert len(header) == 7
+    assert len(header) == 9
+    assert all(
+        row["model_flop_use_percent"] == pytest.approx(100 * row["tflops"] / 0.1) for row in numbers["rows"][:-1]
+    )
+
+
+def test_train_keeps_one_group_on_the_device(capsys, tmp_path, monkeypatch):
+    """What is compared takes turns; the networks of before are gone by then, and the use of the peak is arithmetic."""
+    alive, networks, made = [], weakref.WeakSet(), train._trainer
+
+    def trainer(*args):
+        built = made(*args)
+        networks.add(built.network)
+        return built
+
+    def in_turns(works, *, seconds, device):
+        gc.collect()
+        alive.append((len(networks), seconds))
+        return {name: [2.0, 2.0] for name in works}
+
+    monkeypatch.setattr(train, "_trainer", trainer)
+    monkeypatch.setattr(train, "in_turns", in_turns)
+    monkeypatch.setattr(train, "ITEMS", 4)
+    (header, *cells), numbers = run(
+        capsys, tmp_path, "train", "--sizes=[S/8]", "--precisions=[float32,bf16]", "--batch=3", "--seconds=10",
+        "--peak_tflops=0.001",
+    )  # fmt: skip
+    assert alive == [(2, 5.0), (2, 5.0)]
+    with torch.device("meta"):
+        cost = measure(build_model(ModelConfig("S/8"), ProcessConfig(), DataSpec(4, 32, 32, 1000, (), 256, {})))
+    assert numbers["rows"][0]["tflops"] == pytest.approx(6 * 3 * cost.multiply_adds / 2.0 / 1e12)
+    assert (header[-1], len(cells)) == ("of peak %", 4)
+    assert float(cells[0][-1]) == pytest.approx(1e5 * numbers["rows"][0]["tflops"], abs=0.06)
 
 
 @pytest.mark.slow
 def test_sample_and_vae(capsys, tmp_path):
-    small = ["--size=S/8", "--image_size=64", "--num_images=2", "--batch=2", "--num_steps=2", "--repeats=1"]
+    small = ["--size=S/8", "--image_size=64", "--batch=2", "--num_steps=2", "--repeats=1", "--precision=bf16"]
     main(["bench", "sample", *small, "--json", str(tmp_path / "sample.json")])
-    assert json.loads((tmp_path / "sample.json").read_text())["session_s"] > 0
+    numbers = json.loads((tmp_path / "sample.json").read_text())
+    assert (numbers["num_images"], numbers["precision"], numbers["compile"]) == (4, "bf16", False)
+    assert numbers["images_per_second"] == pytest.approx(4 / numbers["session_s"])
     options = ["--items=64", "--read_batch=16", "--seconds=0.1", "--repeats=1", "--num_workers=1"]
     main(["bench", "vae", *options, "--json", str(tmp_path / "vae.json")])
     numbers = json.loads((tmp_path / "vae.json").read_text())
@@ -119,6 +173,7 @@ def test_the_fastest_turn_counts(monkeypatch):
     [
         (["attention", "--tokens=[15]"], "tokens: 15 is not a square"),
         (["attention", "--widths=[100]"], "widths: 100 is not a multiple of 64"),
+        (["attention", "--widths=[384]", "--head_width=72"], "widths: 384 is not a multiple of 72"),
         (["attention", "--device=nowhere"], "device: nowhere"),
         (["attention", "--threads=0"], "threads: expected int >0"),
         (["vae", "--device=cuda:99"], "device: cuda:99"),
@@ -131,3 +186,50 @@ def test_the_fastest_turn_counts(monkeypatch):
 def test_mistakes_are_named(args, message):
     with pytest.raises(ValueError, match=message):
         main(["bench", *args])
+
+
+@pytest.mark.slow
+def test_gpu_check_runs_dry_and_goes_on(tmp_path):
+    def check():
+        script = ["bash", "docs/gpu_check.sh", str(tmp_path)]
+        done = subprocess.run(script, cwd=ROOT, env={**ENV, "DRY": "1", "PYTHON": sys.executable},
+                              capture_output=True, text=True, timeout=560)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "all done" in check()
+    names = {
+        "kernels_s",
+        "kernels_xl",
+        "attention_s",
+        "attention_xl",
+        "train_s",
+        "train_s_compiled",
+        "train_xl",
+        "sample",
+        "vae",
+    }
+    assert names <= {path.stem for path in tmp_path.glob("*.json")}
+    (tmp_path / "attention_s.txt").unlink()
+    again = [line for line in check().splitlines() if line.startswith("== ") and "at most" in line]
+    assert [line.split()[1] for line in again] == ["attention_s"]
+
+
+def test_gpu_check_takes_eight_minutes():
+    text = (ROOT / "docs" / "gpu_check.sh").read_text()
+    caps = re.findall(r"^(?:  )?(?:part|vcagen|bench|tests) \w+ (\d+) ", text, re.M)
+    assert len(caps) == 15
+    assert sum(map(int, caps)) <= 480 + 10  # and ten seconds to name the machine
+
+
+def test_gpu_check_gives_options_that_exist(tmp_path):
+    """Without DRY, its commands printed in place of run."""
+    done = subprocess.run(["bash", "docs/gpu_check.sh", str(tmp_path)], cwd=ROOT, env={**ENV, "PYTHON": "echo"},
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert "== not done: machine" in done.stdout or "== all done" in done.stdout, done.stdout + done.stderr
+    commands = [path.read_text().split() for path in tmp_path.glob("*.txt") if path.stem != "machine"]
+    jobs = [command[2:] for command in commands if command[:2] == ["-m", "vcagen"]]
+    assert len(jobs) >= 10
+    for words in jobs:
+        name, args = (" ".join(words[:2]), words[2:]) if words[0] == "bench" else (words[0], words[1:])
+        command_line.parse(JOBS[name][0], args, prog=name)

@@ -228,11 +228,13 @@ def test_no_step_waits_for_the_device():
                 ddpm_sample(DIFFUSION, predict, X, **options)
             elif which == 1:
                 ddim_sample(DIFFUSION, predict, X, eta=0.5, **options)
+            elif which == 2:
+                ode_sample(FLOW, predict, X, method="rk4", **options)
             else:
                 sde_sample(FLOW, predict, X, **options)
         return reads.count
 
-    for which in range(3):
+    for which in range(4):
         assert count(5, which) == count(50, which) <= 10, which
 
 

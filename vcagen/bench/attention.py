@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from vcagen.networks.attention import VisualContrastAttention, make_attention
 from vcagen.paper.table import markdown
 from vcagen.system.files import write_json
 from vcagen.training.plots import drawing
-
-HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,10 @@ def run(config: AttentionBenchConfig) -> None:
         if math.isqrt(tokens) ** 2 != tokens:
             raise ValueError(f"tokens: {tokens} is not a square number")
     for width in config.widths:
-        if width < HEAD_DIM or width % HEAD_DIM:
-            raise ValueError(f"widths: {width} is not a multiple of {HEAD_DIM}")
+        if width % config.head_width:
+            raise ValueError(f"widths: {width} is not a multiple of {config.head_width}, the width of a head")
     device = open_device(config.device, config.threads)
+    config = replace(config, batch_tokens=config.batch_tokens or (2048 if device.type == "cpu" else 65_536))
     cases = [
         Case(part, width, tokens, precision, mode)
         for part in config.parts
@@ -68,8 +67,9 @@ def multiply_add_ratio(case: Case, num_contrast_tokens: int) -> float:
 
 def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> list[dict[str, Any]]:
     torch.compiler.reset()
+    assert config.batch_tokens is not None, "`run` sets it"
     batch = max(1, config.batch_tokens // case.tokens)
-    plain, contrast, inputs = _pair(case, config.contrast_side, batch, device)
+    plain, contrast, inputs = _pair(case, config, batch, device)
     if case.mode == "compiled":
         plain, contrast = torch.compile(plain), torch.compile(contrast)
     expected = multiply_add_ratio(case, config.contrast_side**2)
@@ -94,21 +94,21 @@ def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> 
 
 
 def _pair(
-    case: Case, contrast_side: int, batch: int, device: torch.device
+    case: Case, config: AttentionBenchConfig, batch: int, device: torch.device
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
     """Plain attention, contrast attention, and inputs for both."""
     dtype = getattr(torch, case.precision)
-    heads, side = case.width // HEAD_DIM, math.isqrt(case.tokens)
+    heads, side = case.width // config.head_width, math.isqrt(case.tokens)
 
     def layer(name: str, **options: Any) -> nn.Module:
         return make_attention(name, case.width, heads, grid_size=side, **options).to(device, dtype)
 
-    vca = layer("vca", contrast_grid=(contrast_side, contrast_side))
+    vca = layer("vca", contrast_grid=config.contrast_side)
     if case.part == "layer":
-        shape, count, plain, contrast = (batch, case.tokens, case.width), 1, layer("mhsa"), vca
-        return plain, contrast, _random(shape, count, dtype, device)
+        return layer("mhsa"), vca, _random((batch, case.tokens, case.width), 1, dtype, device)
     assert isinstance(vca, VisualContrastAttention)
-    return F.scaled_dot_product_attention, vca.attend, _random((batch, heads, case.tokens, HEAD_DIM), 3, dtype, device)
+    shape = (batch, heads, case.tokens, config.head_width)
+    return F.scaled_dot_product_attention, vca.attend, _random(shape, 3, dtype, device)
 
 
 def _random(shape: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -29,8 +29,9 @@ def run(config: VaeBenchConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sd_vae().save_pretrained(f"{folder}/vae")
         vae = LatentVAE(f"{folder}/vae", device=device)
-        images = torch.zeros(config.batch, 3, 256, 256, dtype=torch.uint8)
-        latents = torch.zeros(config.batch, 4, 32, 32, device=device)
+        side = config.image_size
+        images = torch.zeros(config.batch, 3, side, side, dtype=torch.uint8)
+        latents = torch.zeros(config.batch, 4, side // 8, side // 8, device=device)
         vae.verify()
         works = (lambda: vae.encode_uint8(images), lambda: vae.decode(latents))
         encoding, decoding = fastest(works, config.repeats, device)

@@ -225,7 +225,9 @@ class AttentionBenchConfig:
     tokens: list[PositiveInt] = field(default_factory=lambda: [256, 1024])
     """Token counts N, square numbers; the paper's latents of 256 pixels have 256 at patch size 2."""
     widths: list[PositiveInt] = field(default_factory=lambda: [384])
-    """Widths D in heads of 64: 384 is S, 768 is B."""
+    """Widths D: 384 is S, 768 is B, 1152 is XL."""
+    head_width: PositiveInt = 64
+    """Width of a head, which divides all widths; XL has heads of 72."""
     precisions: list[Literal["float32", "bfloat16"]] = field(default_factory=lambda: ["float32"])
     """Types of inputs and weights."""
     modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager", "compiled"])
@@ -234,8 +236,8 @@ class AttentionBenchConfig:
     """The attention on given q, k and v, and the layer with its projections."""
     contrast_side: PositiveInt = 8
     """Side of the contrast grid."""
-    batch_tokens: PositiveInt = 2048
-    """Tokens of a batch: 8 images of 256, 2 of 1,024, 1 of 2,048 and more."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens of a batch. Default: 2,048 on a CPU, 8 images of 256; 65,536 elsewhere, where less would time launches."""
     seconds: PositiveFloat = 3.0
     """Time of each measurement."""
     threads: PositiveInt | None = None
@@ -250,7 +252,10 @@ class AttentionBenchConfig:
 
 @dataclass(frozen=True)
 class TrainBenchConfig:
-    """Time whole training steps (data, forward, backward, optimizer, EMA), bare networks and a peer, in turns."""
+    """Time whole training steps (data, forward, backward, optimizer, EMA), bare networks and a peer, in turns.
+
+    The attentions of one size, precision and mode take turns, then make room for the next ones.
+    """
 
     sizes: list[str] = field(default_factory=lambda: ["S/2"])
     """Networks, on latents (4, 32, 32)."""
@@ -268,6 +273,9 @@ class TrainBenchConfig:
     """module.path:callable that makes a network forward(x, t, y), timed in turns, eager in float32, with AdamW."""
     seconds: PositiveFloat = 60.0
     """Time of the measurement, over all networks."""
+    peak_tflops: PositiveFloat | None = None
+    """The device's rate in TFLOP/s for that precision, such as 989 of an H100 in bf16: prints the share of it that the
+    network's own products reach (model FLOP use)."""
     threads: PositiveInt | None = None
     """CPU threads. Default: as torch finds best."""
     json: str | None = None
@@ -288,10 +296,14 @@ class SampleBenchConfig:
     """Side of the images in pixels."""
     vae: str = "random"
     """random: the size of Stable Diffusion's, downsampling by 8; or a hub name or local folder."""
-    num_images: PositiveInt = 8
-    """Images of a session."""
-    batch: PositiveInt = 4
-    """Images a network call."""
+    num_images: PositiveInt | None = None
+    """Images of a session. Default: two batches."""
+    batch: PositiveInt | None = None
+    """Images a network call. Default: 4 on a CPU, 128 on a GPU."""
+    precision: Literal["no", "bf16"] = "no"
+    """Autocast of the network."""
+    compile: bool = False
+    """Run the network through torch.compile."""
     num_steps: PositiveInt = 10
     """Steps of the sampler; the recipe's 250 make the share of all but the noise 25 times smaller."""
     repeats: PositiveInt = 3
@@ -305,7 +317,9 @@ class VaeBenchConfig:
     """Time what stands between images and a training step: decoding and encoding of the VAE, reading of shards."""
 
     batch: PositiveInt = 1
-    """Images of 256 pixels that a VAE of the size of Stable Diffusion's, of random weights, takes at once."""
+    """Images that a VAE of the size of Stable Diffusion's, of random weights, takes at once."""
+    image_size: PositiveInt = 256
+    """Their side in pixels, a multiple of 8."""
     repeats: PositiveInt = 2
     """Measurements of each; the fastest counts."""
     items: PositiveInt = 20_000

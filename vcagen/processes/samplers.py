@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,15 @@ from vcagen.processes.process import check_choice, refuse_non_finite
 
 RandnLike = Callable[[Tensor], Tensor]
 
-FIXED_METHODS = ("euler", "midpoint", "heun2", "rk4")
+TABLEAUS: dict[str, list[list[float]]] = {
+    "euler": [[1]],
+    "midpoint": [[1 / 2], [0, 1]],
+    "heun2": [[1], [1 / 2, 1 / 2]],
+    "rk4": [[1 / 3], [-1 / 3, 1], [1, -1, 1], [1 / 8, 3 / 8, 3 / 8, 1 / 8]],
+}
+"""Runge-Kutta methods: for each stage after the first, then for the step, the weights of the velocities before it; the
+time of a stage is their sum. rk4 is the 3/8 rule, as in torchdiffeq."""
+FIXED_METHODS = tuple(TABLEAUS)
 ADAPTIVE_METHODS = ("dopri5",)
 LAST_STEPS = ("Mean", "Tweedie", "Euler", "none")
 SDE_START = 0.01
@@ -102,7 +110,9 @@ def ode_sample(
     rtol: float = 1e-3,
     randn_like: RandnLike | None = None,
 ) -> Tensor:
-    """Solve dx/dt = velocity from 0 to 1 by torchdiffeq.
+    """Solve dx/dt = velocity from 0 to 1, by torchdiffeq where the steps are adaptive.
+
+    torchdiffeq's fixed steps would wait for the device, since it asks there after each whether the end is reached.
 
     Args:
         flow: the process.
@@ -128,24 +138,42 @@ def ode_sample(
         if not 0 < value < math.inf:
             raise ValueError(f"{name}: {value}; needs a number above 0")
 
+    if num_steps is not None:
+        return _fixed_steps(predict, noise, TABLEAUS[method], num_steps)
+
     def velocity(t: Tensor, x: Tensor) -> Tensor:
         v = predict(x, float(t)).to(x.dtype)
-        if adaptive:  # NaN would shrink the steps to nothing
-            refuse_non_finite(v, "velocity")
+        refuse_non_finite(v, "velocity")  # NaN would shrink the steps to nothing
         return v
 
-    options: dict[str, Any] = {}
-    if num_steps is not None:
-        grid = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)  # on the host, so that times are known there
-        options["grid_constructor"] = lambda func, y0, t: grid
     ends = noise.new_tensor([0.0, 1.0])
     try:
-        x: Tensor = odeint(velocity, noise, ends, atol=atol, rtol=rtol, method=method, options=options)[-1]
+        x: Tensor = odeint(velocity, noise, ends, atol=atol, rtol=rtol, method=method)[-1]
     except AssertionError as error:
         if "underflow in dt" not in str(error):
             raise
         cause = f"the flow explodes, or the tolerances are too small: atol {atol}, rtol {rtol}"
         raise ValueError(f"method: {method} shrank its steps to nothing; {cause}") from error
+    return x
+
+
+def _fixed_steps(predict: Predict, x: Tensor, tableau: list[list[float]], num_steps: int) -> Tensor:
+    """Runge-Kutta steps of equal length from 0 to 1."""
+    dt = 1 / num_steps
+
+    def moved(velocities: list[Tensor], weights: list[float]) -> Tensor:
+        end = x
+        for weight, velocity in zip(weights, velocities, strict=True):
+            if weight:
+                end = end.add(velocity, alpha=dt * weight)
+        return end
+
+    for i in range(num_steps):
+        time, velocities = i * dt, [predict(x, i * dt).to(x.dtype)]
+        for weights in tableau[:-1]:
+            stage = moved(velocities, weights)
+            velocities.append(predict(stage, time + dt * sum(weights)).to(x.dtype))
+        x = moved(velocities, tableau[-1])
     return x
 
 
