@@ -5,11 +5,12 @@
 #   DRY=1 bash docs/gpu_check.sh OUT   every command once on the CPU, at tiny sizes
 #
 # PEAK: the card's dense bf16 rate in TFLOP/s (989 of H100 and H200, 312 of A100). XL_BATCH: images of an XL/2 step, 64
-# for 80 GB. PYTHON: the interpreter, with the project installed or this folder's packages.
+# for 80 GB. PYTHON: the interpreter, with the project's dependencies.
 set -u
 OUT=$(realpath -m "${1:?usage: bash docs/gpu_check.sh OUT}")
 cd "$(dirname "$0")/.." || exit
 mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PYTHON=${PYTHON:-python} PEAK=${PEAK:-989}
 failed=""
 
@@ -37,7 +38,7 @@ if [ "${DRY:-0}" = 1 ]; then
   kernels=(--compile_only true --capabilities "[90]")
   digits=(--train.steps 2 --train.batch_size 4 --checkpoint.save_every 2 --log.preview_every 0)
   images=(--num_images 4 --num_steps 2 --batch 4)
-  fused=(-k refused) fast=(tests/test_attention.py -k grid)
+  fused=("float32=one token") fast=(tests/test_attention.py -k grid)
 else
   attention=(--device cuda --tokens "[256,1024,4096]" --precisions "[bfloat16]" --seconds 0.5 --modes "[compiled]")
   attention+=(--parts "[attend]")
@@ -45,13 +46,15 @@ else
   xl=(--sizes "[XL/2]" --precisions "[bf16]" --batch "${XL_BATCH:-64}" --seconds 10 --peak_tflops "$PEAK")
   sample=(--size S/2 --attention vca --num_images 128 --batch 128 --repeats 1 --precision bf16)
   vae=(--device cuda --batch 16 --items 2000 --num_workers 0 --seconds 1)
-  kernels=(--seconds 1) digits=() images=() fused=(--device cuda)
+  kernels=(--seconds 1) digits=() images=()
+  export FUSED_DEVICE=cuda
+  fused=("float32=S;XL;odd;class token;two blocks of columns" "half=S;XL" repeats zero_weights)
   fast=(--device cuda tests/test_attention.py tests/test_dit.py tests/test_diffusion.py tests/test_flow.py)
   fast+=(tests/test_samplers.py tests/test_trainer.py)
   part machine 10 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit,memory.total --format=csv
 fi
 
-tests correctness 40 tests/test_fused.py "${fused[@]}"
+part correctness 40 "$PYTHON" tests/fused_kernels.py "${fused[@]}"
 bench kernels_s 40 kernels "${kernels[@]}" --head_dims "[64]" --num_heads 6
 bench kernels_b 40 kernels "${kernels[@]}" --head_dims "[64]" --num_heads 12
 bench kernels_xl 40 kernels "${kernels[@]}" --head_dims "[72]" --num_heads 16

@@ -1,6 +1,7 @@
 """Cases of the fused kernels against float64, run by test_fused.py in processes of their own.
 
-python fused_kernels.py CHECK[=CASE;CASE ...] ... Triton is interpreted, and mended where that is wrong in bfloat16.
+python fused_kernels.py CHECK[=CASE;CASE ...] ... Triton is interpreted, and mended where that is wrong in bfloat16;
+with FUSED_DEVICE=cuda the kernels run on the GPU.
 """
 
 import copy
@@ -8,7 +9,7 @@ import itertools
 import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET"] = "0" if "FUSED_DEVICE" in os.environ else "1"
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from triton.runtime import interpreter
 from vcagen.networks.attention import VisualContrastAttention
 from vcagen.networks.fused import contrast_attention
 
+DEVICE = os.environ.get("FUSED_DEVICE", "cpu")
 POOL_EMB = ("pool+emb", "pool+emb")
 FAST = {  # images, heads, head width, grid, contrast grid, prefix tokens, tokens of both streams
     "narrow": (2, 2, 32, (4, 4), (2, 2), 0, POOL_EMB),
@@ -48,7 +50,9 @@ FULL = {
 
 
 def mend_bfloat16():
-    """Products of bfloat16 by value, not by bits, and casts to it that round to nearest."""
+    """In the interpreter, products of bfloat16 by value, not by bits, and casts to it that round to nearest."""
+    if DEVICE != "cpu":
+        return
 
     def widened(bits):
         return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -192,7 +196,7 @@ def check_compiles(backends):
 
     def step(module, autocast):
         layer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             out = module(x)
         out.float().square().sum().backward()
         return [out.detach(), *(p.grad.clone() for p in layer.parameters())]
@@ -218,7 +222,7 @@ def check_autocast():
     """Under autocast the kernels work in bfloat16, with parameters and their gradients in float32."""
     mend_bfloat16()
     layer = Case(*FAST["narrow"]).layer
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         out = layer(torch.randn(2, 16, 64))
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16
@@ -238,6 +242,7 @@ def check_flops():
 
 
 if __name__ == "__main__":
+    torch.set_default_device(DEVICE)
     for argument in sys.argv[1:]:
         function, _, names = argument.partition("=")
         globals()[f"check_{function}"](*([names.split(";")] if names else []))
