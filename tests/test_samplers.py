@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import close, draw, no_noise, reference, reference_network, u
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchdiffeq import odeint
 
 from vcagen.processes.diffusion import GaussianDiffusion
 from vcagen.processes.flow import LinearInterpolant
@@ -306,6 +307,21 @@ def test_impossible_step_count_of_a_diffusion_is_refused(num_steps):
 def test_impossible_eta_is_refused(eta):
     with pytest.raises(ValueError, match="eta: "):
         ddim_sample(DIFFUSION, lambda x, t: x, X, num_steps=5, eta=eta, randn_like=no_noise)
+
+
+@pytest.mark.parametrize("method", FIXED_METHODS)
+@pytest.mark.parametrize("num_steps", [1, 7, 50])
+def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps):
+    noise, grid = X.float(), torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
+
+    def predict(x, time):
+        return torch.tanh(x.flip(1)) + math.sin(5 * time) * x
+
+    expected = odeint(
+        lambda t, x: predict(x, float(t)), noise, noise.new_tensor([0.0, 1.0]), method=method,
+        options={"grid_constructor": lambda func, y0, t: grid},
+    )[-1]  # fmt: skip
+    assert torch.equal(ode_sample(FLOW, predict, noise, num_steps=num_steps, method=method), expected)
 
 
 def test_samplers_say_their_process_and_options():

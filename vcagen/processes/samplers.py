@@ -7,6 +7,7 @@ known before the loop. `randn_like` draws the noise of a step; samplers without 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,15 +23,7 @@ from vcagen.processes.process import check_choice, refuse_non_finite
 
 RandnLike = Callable[[Tensor], Tensor]
 
-TABLEAUS: dict[str, list[list[float]]] = {
-    "euler": [[1]],
-    "midpoint": [[1 / 2], [0, 1]],
-    "heun2": [[1], [1 / 2, 1 / 2]],
-    "rk4": [[1 / 3], [-1 / 3, 1], [1, -1, 1], [1 / 8, 3 / 8, 3 / 8, 1 / 8]],
-}
-"""Runge-Kutta methods: for each stage after the first, then for the step, the weights of the velocities before it; the
-time of a stage is their sum. rk4 is the 3/8 rule, as in torchdiffeq."""
-FIXED_METHODS = tuple(TABLEAUS)
+FIXED_METHODS = ("euler", "midpoint", "heun2", "rk4")
 ADAPTIVE_METHODS = ("dopri5",)
 LAST_STEPS = ("Mean", "Tweedie", "Euler", "none")
 SDE_START = 0.01
@@ -139,7 +132,7 @@ def ode_sample(
             raise ValueError(f"{name}: {value}; needs a number above 0")
 
     if num_steps is not None:
-        return _fixed_steps(predict, noise, TABLEAUS[method], num_steps)
+        return _fixed_steps(lambda x, time: predict(x, time).to(x.dtype), noise, method, num_steps)
 
     def velocity(t: Tensor, x: Tensor) -> Tensor:
         v = predict(x, float(t)).to(x.dtype)
@@ -157,23 +150,24 @@ def ode_sample(
     return x
 
 
-def _fixed_steps(predict: Predict, x: Tensor, tableau: list[list[float]], num_steps: int) -> Tensor:
-    """Runge-Kutta steps of equal length from 0 to 1."""
-    dt = 1 / num_steps
-
-    def moved(velocities: list[Tensor], weights: list[float]) -> Tensor:
-        end = x
-        for weight, velocity in zip(weights, velocities, strict=True):
-            if weight:
-                end = end.add(velocity, alpha=dt * weight)
-        return end
-
-    for i in range(num_steps):
-        time, velocities = i * dt, [predict(x, i * dt).to(x.dtype)]
-        for weights in tableau[:-1]:
-            stage = moved(velocities, weights)
-            velocities.append(predict(stage, time + dt * sum(weights)).to(x.dtype))
-        x = moved(velocities, tableau[-1])
+def _fixed_steps(velocity: Predict, x: Tensor, method: str, num_steps: int) -> Tensor:
+    """Steps of equal length from 0 to 1. The order of operations is torchdiffeq's: samples are equal in every bit."""
+    times = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64).tolist()
+    for t0, t1 in itertools.pairwise(times):
+        dt = t1 - t0
+        k1 = velocity(x, t0)
+        if method == "euler":
+            x = x + dt * k1
+        elif method == "midpoint":
+            x = x + dt * velocity(x + k1 * (0.5 * dt), t0 + 0.5 * dt)
+        elif method == "heun2":
+            k2 = velocity(x + dt * k1, t1)
+            x = x + dt * (0.5 * k1 + 0.5 * k2)
+        else:  # the 3/8 rule
+            k2 = velocity(x + dt * k1 * (1 / 3), t0 + dt * (1 / 3))
+            k3 = velocity(x + dt * (k2 - k1 * (1 / 3)), t0 + dt * (2 / 3))
+            k4 = velocity(x + dt * (k1 - k2 + k3), t1)
+            x = x + (k1 + 3 * (k2 + k3) + k4) * dt * 0.125
     return x
 
 
