@@ -315,7 +315,7 @@ def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps):
     noise, grid = X.float(), torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
 
     def predict(x, time):
-        return torch.tanh(x.flip(1)) + math.sin(5 * time) * x
+        return torch.tanh(x.flip(1)) + (5 * torch.tensor(time, dtype=x.dtype)).sin() * x
 
     expected = odeint(
         lambda t, x: predict(x, float(t)), noise, noise.new_tensor([0.0, 1.0]), method=method,
