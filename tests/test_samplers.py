@@ -311,17 +311,22 @@ def test_impossible_eta_is_refused(eta):
 
 @pytest.mark.parametrize("method", FIXED_METHODS)
 @pytest.mark.parametrize("num_steps", [1, 7, 50])
-def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps):
-    noise, grid = X.float(), torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps, dtype):
+    noise, grid = X.to(dtype), torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
+    times = []
 
     def predict(x, time):
+        times.append(time)
         return torch.tanh(x.flip(1)) + (5 * torch.tensor(time, dtype=x.dtype)).sin() * x
 
+    ours = ode_sample(FLOW, predict, noise, num_steps=num_steps, method=method)
+    assert 0 == min(times) <= max(times) <= 1 + 1e-12
     expected = odeint(
         lambda t, x: predict(x, float(t)), noise, noise.new_tensor([0.0, 1.0]), method=method,
         options={"grid_constructor": lambda func, y0, t: grid},
     )[-1]  # fmt: skip
-    assert torch.equal(ode_sample(FLOW, predict, noise, num_steps=num_steps, method=method), expected)
+    assert torch.equal(ours, expected)
 
 
 def test_samplers_say_their_process_and_options():
