@@ -1,8 +1,13 @@
 """Options and fixtures of all tests."""
 
+import os
+
 import helpers
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers share the cores
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
