@@ -229,6 +229,22 @@ def check_autocast():
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
+def check_grid():
+    """A grid at the call and the convolution of the values, as with the maps."""
+    torch.manual_seed(0)
+    options = {"contrast_grid": 2, "num_prefix_tokens": 1, "value_conv": True}
+    layer = VisualContrastAttention(64, 2, grid_size=4, kernel="fused", **options)
+    maps = VisualContrastAttention(64, 2, grid_size=4, **options)
+    maps.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 16, 64)
+    outputs = [module(x, (3, 5)) for module in (layer, maps)]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    for output in outputs:
+        output.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, maps.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
+
+
 def check_flops():
     """Multiply-adds are those of the maps, in both directions."""
     counts = []

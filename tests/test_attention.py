@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from helpers import reference, u
@@ -22,6 +23,7 @@ VARIANTS = [("mhsa", {})] + [
         {"contrast_grid": (2, 3)},
         {"contrast_grid": (8, 8)},
         {"num_prefix_tokens": 1},
+        {"num_prefix_tokens": 2, "value_conv": True},
     )
 ]
 
@@ -333,3 +335,82 @@ def test_pooling_by_products_is_the_adaptive_pooling(grid, contrast):
     field = q.reshape(2 * 3, *grid, 8).permute(0, 3, 1, 2)
     expected = torch.nn.functional.adaptive_avg_pool2d(field, contrast).permute(0, 2, 3, 1).reshape(2, 3, -1, 8)
     torch.testing.assert_close(pool_by_products(q, grid, contrast), expected)
+
+
+def test_convolution_of_the_values():
+    """The layer with it less the layer without it, before the projection, is torch's own convolution of v."""
+    module, x = layer(("vca", {"num_prefix_tokens": 1, "value_conv": True}), (3, 5))
+    module.proj = torch.nn.Identity()
+    with_it, conv, module.value_conv = module(x), module.value_conv, None
+    v = module.qkv(x)[..., 32:]
+    local = F.conv2d(v[:, 1:].mT.reshape(2, 16, 3, 5), conv.weight, conv.bias, padding=1, groups=16)
+    expected = torch.cat([torch.zeros(2, 1, 16), local.flatten(2).mT], 1)
+    torch.testing.assert_close(with_it - module(x), expected, rtol=1e-4, atol=1e-5)
+    assert conv.weight.shape == (16, 1, 3, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_maps": True}])
+def test_a_grid_at_the_call_is_that_of_the_constructor(options):
+    variant = ("vca", {"num_prefix_tokens": 1, "value_conv": True, **options})
+    wide, x = layer(variant, (3, 5))
+    square, _ = layer(variant)
+    square.load_state_dict(wide.state_dict())
+    assert torch.equal(square(x, (3, 5)), wide(x))
+    assert not torch.allclose(square(x, (5, 3)), wide(x), atol=1e-4)
+    with pytest.raises(ValueError, match="grid_size: 4 x 4 with 1 prefix tokens holds 17 tokens, the input has 16"):
+        square(x)
+    with pytest.raises(ValueError, match="grid_size: 3 x 6 with 1 prefix tokens holds 19 tokens, the input has 16"):
+        square(x, (3, 6))
+
+
+def test_masks_are_refused():
+    module, x = layer(("vca", {}))
+    assert torch.equal(module(x, attn_mask=None, is_causal=False), module(x))
+    for options in ({"attn_mask": torch.zeros(16, 16)}, {"is_causal": True}):
+        with pytest.raises(ValueError, match="there is nothing to mask"):
+            module(x, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("deit_tiny_patch16_224", 1), ("deit_tiny_distilled_patch16_224", 2), ("vit_small_patch14_reg4_dinov2", 5)],
+)
+def test_in_the_networks_of_timm(name, prefix):
+    network = timm.create_model(name, img_size=56, depth=2, num_classes=3).eval()
+    assert network.num_prefix_tokens == prefix
+    for index, block in enumerate(network.blocks):
+        block.attn = VisualContrastAttention(
+            network.embed_dim, block.attn.num_heads, grid_size=network.patch_embed.grid_size, block_index=index,
+            contrast_grid=2, num_prefix_tokens=prefix, value_conv=True,
+        )  # fmt: skip
+    images = u((2, 3, 56, 56), 1).float()
+    output = network(images)
+    assert output.shape == (2, 3)
+    torch.testing.assert_close(network(images[1:]), output[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_have_their_shapes_where_nothing_is_initialised():
+    """diffusers' loaders build networks with torch's initialisers switched off: they return None."""
+    from diffusers.models.modeling_utils import no_init_weights
+
+    expected = {name: p.shape for name, p in VisualContrastAttention(16, 2, grid_size=4).named_parameters()}
+    with no_init_weights():
+        module = VisualContrastAttention(16, 2, grid_size=4)
+    assert {name: p.shape for name, p in module.named_parameters()} == expected
+
+
+def test_parameters_are_drawn_afresh_after_the_meta_device():
+    torch.manual_seed(0)
+    expected = VisualContrastAttention(64, 2, grid_size=4)
+    assert expected.lambda1.std().item() == pytest.approx(0.1, rel=0.3)
+    assert expected.positive_embedding.std().item() == pytest.approx(0.0176, rel=0.05)  # 0.02, truncated
+    assert expected.positive_embedding.abs().max() <= 0.04
+    with torch.device("meta"):
+        module = VisualContrastAttention(64, 2, grid_size=4)
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    module.qkv.reset_parameters()
+    module.proj.reset_parameters()
+    module.reset_parameters()
+    for name in ("positive_embedding", "negative_embedding", "lambda1", "lambda2"):
+        assert torch.equal(getattr(module, name), getattr(expected, name)), name

@@ -23,7 +23,7 @@ class TestKernels:
     def test_numbers_and_operator(self):
         """One process for all, since to import torch and Triton takes as long as most checks."""
         numbers = [f"float32={FAST}", "zero_weights", "repeats", "half=two blocks of columns"]
-        operator = ["autocast", "checkpointing", "flops", "operator=narrow", "compiles=aot_eager"]
+        operator = ["autocast", "checkpointing", "flops", "grid", "operator=narrow", "compiles=aot_eager"]
         python(CASES, *operator, *numbers, env=INTERPRETED)
 
     @pytest.mark.slow

@@ -35,6 +35,8 @@ class VcaOptions:
     """What the positive stream is made of: pooled queries, learned embeddings, or their sum."""
     negative_tokens: Literal["pool", "emb", "pool+emb"] = "pool+emb"
     """What the negative stream is made of."""
+    value_conv: bool = False
+    """Add a depthwise 3 x 3 convolution of the values; the paper's parameters contain it in recognition, Table 1."""
     kernel: Literal["auto", "maps", "fused"] = "auto"
     """How it is computed: maps (plain PyTorch), fused (one CUDA kernel a direction), or auto: fused where a measurement
     says that it is faster on this GPU, else maps. A run keeps what it was started with."""

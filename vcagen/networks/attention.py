@@ -43,13 +43,17 @@ class VisualContrastAttention(nn.Module):
         grid_size: (H, W) of the token grid, or H for a square one.
         block_index: 0-based index of the block, for lambda_init = 0.8 - 0.6 exp(-0.3 * block_index) (arXiv 2410.05258).
         contrast_grid: (h, w) of the contrast tokens, larger than the token grid if you like.
-        num_prefix_tokens: tokens before the grid (a class token); they are left out of the pooling only.
+        num_prefix_tokens: tokens before the grid (a class token); they are left out of the pooling and the convolution.
+        value_conv: add a depthwise 3 x 3 convolution of v, with bias, to the heads' output before the projection. The
+            paper does not tell of it, but the parameters of its Table 1 contain it; the public Agent Attention code
+            has it there.
         kernel: maps, plain PyTorch; or fused, both stages in one CUDA kernel a direction (`fused.py`), which takes
             both stages as contrast, up to 128 contrast tokens and heads 32 to 128 wide.
         recompute_maps: compute the maps again in the backward pass rather than keep them (kernel maps only).
 
     Raises:
-        ValueError: a value that is not possible, by name; in `forward`, a token count that does not fit the grid.
+        ValueError: a value that is not possible, by name; in `forward`, a token count that does not fit the grid, or
+            a mask.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class VisualContrastAttention(nn.Module):
         negative_tokens: Tokens = "pool+emb",
         qkv_bias: bool = True,
         num_prefix_tokens: int = 0,
+        value_conv: bool = False,
         kernel: Kernel = "maps",
         recompute_maps: bool = False,
     ) -> None:
@@ -91,7 +96,7 @@ class VisualContrastAttention(nn.Module):
         self.grid_size = as_grid("grid_size", grid_size)
         self.contrast_grid = as_grid("contrast_grid", contrast_grid)
         self.num_prefix_tokens = num_prefix_tokens
-        self.num_tokens = num_prefix_tokens + math.prod(self.grid_size)
+        self.num_tokens = self._count(self.grid_size)
         self.num_contrast_tokens = math.prod(self.contrast_grid)
         self.stage1, self.stage2 = stage1, stage2
         self.positive_tokens, self.negative_tokens = positive_tokens, negative_tokens
@@ -109,53 +114,91 @@ class VisualContrastAttention(nn.Module):
         self.negative_embedding = self._embedding() if contrast and "emb" in negative_tokens else None
         self.lambda1, self.norm1 = self._lambda_and_norm(stage1)
         self.lambda2, self.norm2 = self._lambda_and_norm(stage2)
+        self.value_conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim) if value_conv else None
+        self.reset_parameters()
 
     def _embedding(self) -> nn.Parameter:
-        embedding = torch.empty(self.num_heads, self.num_contrast_tokens, self.head_dim)
-        return nn.Parameter(nn.init.trunc_normal_(embedding, std=0.02, a=-0.04, b=0.04))
+        return nn.Parameter(torch.empty(self.num_heads, self.num_contrast_tokens, self.head_dim))
 
     def _lambda_and_norm(self, stage: Stage) -> tuple[nn.Parameter | None, nn.RMSNorm | None]:
         if stage == "vanilla":
             return None, None
-        return nn.Parameter(0.1 * torch.randn(4, self.head_dim)), nn.RMSNorm(self.head_dim, eps=1e-5)
+        return nn.Parameter(torch.empty(4, self.head_dim)), nn.RMSNorm(self.head_dim, eps=1e-5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, T, D) -> (N, T, D)."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw embeddings and lambda vectors: std 0.02 within two deviations, and 0.1 (arXiv 2410.05258)."""
+        for embedding in (self.positive_embedding, self.negative_embedding):
+            if embedding is not None:
+                nn.init.trunc_normal_(embedding, std=0.02, a=-0.04, b=0.04)
+        for vectors in (self.lambda1, self.lambda2):
+            if vectors is not None:
+                vectors.copy_(0.1 * torch.randn_like(vectors))
+
+    def forward(
+        self,
+        x: Tensor,
+        grid_size: tuple[int, int] | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """(N, T, D) -> (N, T, D).
+
+        `grid_size` (H, W) is that of these tokens, where it is not that of the constructor: the contrast tokens stay as
+        many. Blocks of timm give `attn_mask` and `is_causal`; both must be off.
+        """
+        if attn_mask is not None or is_causal:
+            raise ValueError("attn_mask, is_causal: pooled queries see all tokens, so there is nothing to mask")
         qkv = rearrange(self.qkv(x), "n t (three m d) -> n t three m d", three=3, m=self.num_heads)
         if self.kernel == "fused":
-            return self.proj(self.attend_packed(qkv).flatten(2))
-        attend = self.attend
-        if self.recompute_maps and torch.is_grad_enabled():
-            attend = partial(checkpoint, self.attend, use_reentrant=False, preserve_rng_state=False)
-        return self.proj(rearrange(attend(*split_qkv(qkv)), "n m t d -> n t (m d)"))
+            v = qkv[:, :, 2].transpose(1, 2)  # (N, M, T, d)
+            out = self.attend_packed(qkv, grid_size).flatten(2)
+        else:
+            attend = self.attend
+            if self.recompute_maps and torch.is_grad_enabled():
+                attend = partial(checkpoint, self.attend, use_reentrant=False, preserve_rng_state=False)
+            q, k, v = split_qkv(qkv)
+            out = rearrange(attend(q, k, v, grid_size), "n m t d -> n t (m d)")
+        if self.value_conv is not None:
+            out = out + self._convolve(self.value_conv, v, grid_size or self.grid_size)
+        return self.proj(out)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Both stages, before the projection: three (N, M, T, d) -> (N, M, T, d)."""
-        self._check_tokens(q.shape[2])
-        pooled = self._pool(q)  # (N, M, n, d)
+    def _convolve(self, value_conv: nn.Conv2d, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """The values convolved on their grid, zero for prefix tokens: (N, M, T, d) -> (N, T, D)."""
+        field = rearrange(v[:, :, self.num_prefix_tokens :], "n m (h w) d -> n (m d) h w", h=grid_size[0])
+        return F.pad(rearrange(value_conv(field), "n c h w -> n (h w) c"), (0, 0, self.num_prefix_tokens, 0))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        """Both stages, before the convolution and the projection: three (N, M, T, d) -> (N, M, T, d)."""
+        self._check_tokens(q.shape[2], grid_size)
+        pooled = self._pool(q, grid_size)  # (N, M, n, d)
         streams = self._streams(pooled) if "contrast" in (self.stage1, self.stage2) else None  # (N, M, 2n, d)
         return self._stage2(q, pooled, streams, self._stage1(pooled, streams, k, v))
 
-    def attend_packed(self, qkv: Tensor) -> Tensor:
+    def attend_packed(self, qkv: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """`attend` of a packed projection by the kernels of `fused.py`: (N, T, 3, M, d) -> (N, T, M, d)."""
-        self._check_tokens(qkv.shape[1])
+        self._check_tokens(qkv.shape[1], grid_size)
         assert self.lambda1 is not None
         assert self.lambda2 is not None
         assert self.norm1 is not None
         assert self.norm2 is not None
         out, *_saved = fused.contrast_attention(
             qkv, self.positive_embedding, self.negative_embedding, self.lambda1, self.lambda2,
-            self.norm1.weight, self.norm2.weight, list(self.grid_size), list(self.contrast_grid),
+            self.norm1.weight, self.norm2.weight, list(grid_size or self.grid_size), list(self.contrast_grid),
             "pool" in self.positive_tokens, "pool" in self.negative_tokens, self.lambda_init,
         )  # fmt: skip
         return out
 
-    def _check_tokens(self, count: int) -> None:
-        if count != self.num_tokens:
-            height, width = self.grid_size
+    def _count(self, grid_size: tuple[int, int]) -> int:
+        return self.num_prefix_tokens + math.prod(grid_size)
+
+    def _check_tokens(self, count: int, grid_size: tuple[int, int] | None) -> None:
+        height, width = grid_size or self.grid_size
+        if count != self._count((height, width)):
             raise ValueError(
                 f"grid_size: {height} x {width} with {self.num_prefix_tokens} prefix tokens holds "
-                f"{self.num_tokens} tokens, the input has {count}"
+                f"{self._count((height, width))} tokens, the input has {count}"
             )
 
     def _stage1(self, pooled: Tensor, streams: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
@@ -187,16 +230,16 @@ class VisualContrastAttention(nn.Module):
             difference = both[..., 0, :] - self._lambda(self.lambda2) * both[..., 1, :]
         return self._normalise(difference.to(values.dtype) @ values, self.norm2).to(values.dtype)
 
-    def _pool(self, q: Tensor) -> Tensor:
+    def _pool(self, q: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """Average pooling of the query grid to the contrast grid, by PyTorch's adaptive bins."""
-        (height, width), (rows, columns) = self.grid_size, self.contrast_grid
+        (height, width), (rows, columns) = grid_size or self.grid_size, self.contrast_grid
         q = q[:, :, self.num_prefix_tokens :]
         if height % rows == 0 and width % columns == 0:
             return reduce(q, "n m (r a c b) d -> n m (r c) d", "mean", r=rows, c=columns, a=height // rows)
         if rows % height == 0 and columns % width == 0:  # every bin lies in one token
             return repeat(q, "n m (r c) d -> n m (r a c b) d", r=height, a=rows // height, b=columns // width)
         if q.is_cuda and torch.are_deterministic_algorithms_enabled():
-            return pool_by_products(q, self.grid_size, self.contrast_grid)
+            return pool_by_products(q, (height, width), self.contrast_grid)
         field = rearrange(q, "n m (h w) d -> n (m d) h w", h=height)
         pooled = F.adaptive_avg_pool2d(field, self.contrast_grid)
         return rearrange(pooled, "n (m d) r c -> n m (r c) d", m=self.num_heads)
