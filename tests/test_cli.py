@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 import pytest
@@ -97,7 +98,7 @@ def test_yaml_mistakes_are_named_too(tmp_path):
     file = tmp_path / "c.yaml"
     for text, message in (("name: a\ninner: {widht: 5}", "inner.widht: unknown option"), ("nmae: a", "nmae"),
                           ("a: [", r"c\.yaml: .*line 1"), ("", r"c\.yaml: expected a mapping of options, got None"),
-                          ("- 1", r"c\.yaml: expected a mapping of options, got \[1\]"),
+                          ("- 1", r"c\.yaml: expected a mapping of options, got \['1'\]"),
                           ("name: a\ninner: {width: x}", r"inner\.width: expected int"),
                           ("name: a\nrate: -1", "rate: -1.0 is negative")):  # fmt: skip
         file.write_text(text)
@@ -119,6 +120,59 @@ def test_null_in_yaml_is_no_value_where_none_is_not(tmp_path, text, name):
         cli.parse(Config, ["--config", str(file)], prog="x")
     file.write_text("run_dir: r\ntrain: {micro_batch_size: null}")
     assert cli.parse(Config, ["--config", str(file)], prog="x").train.micro_batch_size is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("train.steps: 7\ntrain: {batch_size: 8}", "line 1: train.steps: train is in line 2"),
+     ("train: {batch_size: 8}\nseed: 1\ntrain.steps: 7", "line 3: train.steps: train is in line 1"),
+     ("train:\n  steps: 7\n  steps: 8", "line 3: steps: steps is in line 2"),
+     ("seed: 1\nseed: 1", "line 2: seed: seed is in line 1"),
+     ("train.steps: 7\n'train.steps': 8", "line 2: train.steps: train.steps is in line 1"),
+     ("model: {attention_options.kernel: maps, attention_options: {}}", "line 1: attention_options.kernel: ")],
+)  # fmt: skip
+def test_an_option_stands_once_in_a_file(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run_dir: r\n{text}")
+    message = re.sub(r"line (\d+)", lambda line: f"line {int(line[1]) + 1}", message)
+    with pytest.raises(ValueError, match=rf"c\.yaml: {message}"):
+        cli.parse(Config, ["--config", str(file)], prog="x")
+
+
+def test_parts_of_an_option_may_stand_in_several_places(tmp_path):
+    parts = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    parts[0].write_text("run_dir: r\ntrain.steps: 7\ntrain.ema_warmup: yes\n")
+    parts[1].write_text("train: {batch_size: 8}")
+    for order in (parts, parts[::-1]):
+        train = cli.parse(Config, [f"--config={path}" for path in order], prog="x").train
+        assert (train.steps, train.batch_size, train.ema_warmup) == (7, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [("train.precision: no", "train.precision", "no"), ("sampling.labels: off", "sampling.labels", "off"),
+     ("sampling.labels: 007", "sampling.labels", "007"), ("sampling.labels: 1:30", "sampling.labels", "1:30"),
+     ("init: 1e3", "init", "1e3"), ("init: null", "init", None), ("dry_run: yes", "dry_run", True),
+     ("dry_run: no", "dry_run", False), ("train.learning_rate: 1e-3", "train.learning_rate", 1e-3),
+     ("log.trackers: [on]", "log.trackers", ["on"]), ("init: 2026-11-30", "init", "2026-11-30")],
+)  # fmt: skip
+def test_the_type_of_an_option_says_what_a_word_means(tmp_path, text, name, value):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run_dir: r\n{text}")
+    assert attrgetter(name)(cli.parse(Config, ["--config", str(file)], prog="x")) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [("~/x", "HOME/x"), ("~", "HOME"), ("digits:~/x", "digits:HOME/x"), ("a/~/x", "a/~/x"), ("~x", "~x")],
+)  # fmt: skip
+def test_the_home_folder_has_its_short_name_everywhere(tmp_path, monkeypatch, given, expanded):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file, expanded = tmp_path / "c.yaml", expanded.replace("HOME", str(tmp_path))
+    file.write_text(f"run_dir: '{given}'\ndata: {{path: '{given}'}}")
+    read = cli.parse(Config, ["--config", str(file)], prog="x")
+    written = cli.parse(Config, [f"--run_dir={given}", f"--data.path={given}"], prog="x")
+    assert {read.run_dir, read.data.path, written.run_dir, written.data.path} == {expanded}
 
 
 @pytest.mark.parametrize("atomic", [atomic_file, atomic_folder])

@@ -147,7 +147,7 @@ def test_commands_say_everything(tmp_path):
     train, sample = commands(row, 2, folder)
     assert train[0] == "train"
     assert {"--seed=2", f"--run_dir={folder}", "--train.steps=800", "--data.horizontal_flip=false"} < set(train)
-    assert {'--model.attention_options={"contrast_grid": [2, 2]}', "--sampling.labels=balanced"} < set(train)
+    assert {'--model.attention_options.contrast_grid=["2", "2"]', "--sampling.labels=balanced"} < set(train)
     out = folder / "samples" / "step_0000800_n2000"
     assert sample[0] == "sample"
     assert {"--seed=2", "--step=800", f"--out={out}", "--labels=balanced", "--method=euler"} < set(sample)

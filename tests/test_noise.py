@@ -70,3 +70,34 @@ def test_label_rules():
             LabelRule(bad, 3, names)
     with pytest.raises(ValueError, match=r"valid are labels 0\.\.2$"):
         LabelRule("3", 3)
+
+
+@pytest.mark.parametrize("word", ["random", "balanced"])
+def test_a_rule_that_is_also_a_class_must_be_told_apart(word):
+    noise, names = SeededNoise(0), ("cat", word)
+    with pytest.raises(
+        ValueError, match=rf"^labels: '{word}' is a rule and also .* class 1; give rule:{word} .*, or 01 "
+    ):
+        LabelRule(word, 2, names)
+    ruled = LabelRule(word, 2)(range(20), noise)
+    for rule in (LabelRule(f"rule:{word}", 2, names), LabelRule(word, 2, names, chosen=False)):
+        assert rule(range(20), noise).equal(ruled)
+        assert rule.rule == word
+    for meant in ("01", ["cat", word]):
+        assert LabelRule(meant, 2, names)(range(2), noise).tolist()[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "typed"),
+    [("cat ", "cat"), ("cat ", "cat "), (" cat", "cat"), ("cafe\u0301", "caf\u00e9"), ("caf\u00e9", "cafe\u0301"),
+     ("cat\u00a0", "cat")],
+)  # fmt: skip
+def test_a_class_is_found_as_its_name_is_typed(folder, typed):
+    for names, typed_in in (((folder, "dog"), typed), (("dog", folder), f"{typed}, dog")):
+        found = LabelRule(typed_in, 2, names)(range(1), SeededNoise(0)).tolist()
+        assert found == [names.index(folder)]
+
+
+def test_names_that_differ_by_a_space_stay_two():
+    rule = LabelRule("cat ,cat", 2, ("cat", "cat "))
+    assert rule(range(2), SeededNoise(0)).tolist() == [1, 0]

@@ -20,9 +20,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader, set_parsing_settings
+from yaml import YAMLError
 
-from vcagen.system.files import prefixing, read_yaml
+from vcagen.system.files import parse_yaml, prefixing, read_yaml
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ RENAMED = {
 """Options of earlier versions, and what they are called now."""
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+set_loader("as written", parse_yaml, exceptions=(YAMLError, ValueError))
 
 
 class Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -44,7 +46,7 @@ class Parser(ArgumentParser):
     """jsonargparse's parser with one-line errors, no abbreviations, and the nearest valid name for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+        super().__init__(**{"allow_abbrev": False, "parser_mode": "as written", **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise ValueError(self._one_line(message))
@@ -167,9 +169,21 @@ def _mapping_parser(config: type[Any]) -> Parser:
 
 def _instantiate(parser: Parser, config: type[T], values: Namespace) -> T:
     _check(config, values)
-    found = parser.instantiate(values).as_dict()
+    found = parser.instantiate(_expand(values)).as_dict()
     found.pop("config", None)
     return config(**found)
+
+
+def _expand(value: Any) -> Any:
+    """Options with the home folder for ~ where a path begins, also behind the name of a set of images (NAME:~/FOLDER).
+
+    A shell does that for words that begin with it, but not in YAML, nor behind --run_dir=.
+    """
+    if isinstance(value, str):
+        return re.sub(r"(^|:)~(?=/|$)", lambda found: found[1] + str(Path.home()), value)
+    if isinstance(value, Namespace):
+        return Namespace({key: _expand(part) for key, part in value.items()})  # type: ignore[no-untyped-call]
+    return [_expand(part) for part in value] if isinstance(value, list) else value
 
 
 def _check(config: type[Any], values: Namespace, before: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from vcagen.config.command_line import from_mapping
-from vcagen.config.options import Config, Seed
+from vcagen.config.options import Config, Seed, flatten
 from vcagen.system.files import prefixing, read_yaml
 
 
@@ -78,7 +78,7 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
     if not isinstance(content, dict) or not content.get("rows"):
         raise ValueError(f"{path}: not a table; it needs rows")
     table = from_mapping(Table, {"title": Path(path).stem, **content}, f"{path}: ")
-    sets = [part.get("set") or {} for part in (content, *content["rows"])]  # as written: parsing makes "3" a number
+    sets = [flatten(part.get("set") or {}) for part in (content, *content["rows"])]  # so that parts of options add up
     rows = [replace(row, set={**sets[0], **own, **(options or {})})
             for row, own in zip(table.rows, sets[1:], strict=True)]  # fmt: skip
     names, folders = [row.name for row in rows], [Path(row.run) for row in rows]

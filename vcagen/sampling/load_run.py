@@ -127,7 +127,8 @@ class LoadedRun:
             ValueError: a label, an index or an option that is not possible.
         """
         check_choice("output", output, ("pil", "tensor"))
-        labels = self.config.sampling.labels if labels is None else np.asarray(labels).tolist()
+        asked = labels is not None
+        labels = np.asarray(labels).tolist() if asked else self.config.sampling.labels
         each = not isinstance(labels, str)
         if indices is None:
             indices = range(len(labels) if each else options.get("num_images", 16))
@@ -136,7 +137,7 @@ class LoadedRun:
         if batch < 1 or min(indices, default=0) < 0:
             raise ValueError(f"batch: {batch}, indices: {list(indices)[:5]}; needs 1 and 0 or more")
         settings, noise = self.sampling(**options), SeededNoise(seed)
-        rule = LabelRule(labels, self.data.num_classes, self.data.class_names)
+        rule = LabelRule(labels, self.data.num_classes, self.data.class_names, chosen=asked)
         label_of = dict(zip(indices, rule.given, strict=True)) if each else {}
         made: dict[int, Tensor] = {}
         for chunk in sorted({index // batch for index in indices}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -71,31 +72,48 @@ def _draw(generators: Sequence[np.random.Generator], shape: Sequence[int], *, pi
     return noise
 
 
+RULES = ("random", "balanced")
+
+
 class LabelRule:
     """Which label image i has: `random` (uniform, as DiT), `balanced` (i mod K), or given ones in turn.
 
     Args:
-        rule: random, balanced, labels or class names separated by commas, or a list of them.
+        rule: random, balanced (or rule:random, rule:balanced), labels or class names separated by commas, or a list of
+            them. Spaces around a name and the Unicode form of its letters do not count.
         num_classes: K; labels are 0 .. K - 1.
         class_names: names that may stand for labels.
+        chosen: whether somebody gave the rule, so that a class of its name may be meant.
 
     Raises:
-        ValueError: a label or name that does not exist, or a number that is a label and the name of another one.
+        ValueError: a label or name that does not exist, or a word that is a rule or label and the name of another one.
     """
 
     def __init__(
-        self, rule: str | Sequence[int | str], num_classes: int, class_names: Sequence[str] | None = None
+        self,
+        rule: str | Sequence[int | str],
+        num_classes: int,
+        class_names: Sequence[str] | None = None,
+        *,
+        chosen: bool = True,
     ) -> None:
         self.rule = rule
         self.num_classes = num_classes
         self.given: list[int] = []
-        if rule not in ("random", "balanced"):
-            names = {name: label for label, name in enumerate(class_names or ())}
-            if isinstance(rule, str):
-                rule = [rule] if rule in names else rule.split(",")
-            self.given = [self._label(str(part).strip(), names) for part in rule]
+        names = {_normal(name): label for label, name in enumerate(class_names or ())}
+        names |= {name: label for label, name in enumerate(class_names or ())}
+        if isinstance(rule, str):
+            self.rule = rule.removeprefix("rule:")
+            if self.rule in RULES:
+                if chosen and rule in names:
+                    ways = f"give rule:{rule} for that rule, or 0{names[rule]} for that class"
+                    raise ValueError(f"labels: {rule!r} is a rule and also the name of class {names[rule]}; {ways}")
+                return
+            rule = [rule] if _normal(rule) in names else rule.split(",")
+        self.given = [self._label(str(part), names) for part in rule]
 
     def _label(self, text: str, names: dict[str, int]) -> int:
+        text = text if text in names else _normal(text)
         if text.isdecimal() and int(text) < self.num_classes:
             if names.get(text, int(text)) != int(text):
                 ways = f"give 0{text} for that label, or 0{names[text]} for that class"
@@ -115,3 +133,8 @@ class LabelRule:
         if self.rule == "balanced":
             return torch.tensor([i % self.num_classes for i in indices])
         return noise.labels(indices, self.num_classes)
+
+
+def _normal(name: str) -> str:
+    """A name as it is typed: folders may have spaces at their ends, and the letters of macOS their accents apart."""
+    return unicodedata.normalize("NFC", name).strip()

@@ -64,7 +64,9 @@ class SamplingSession:
         self.settings = loaded.sampling(
             **{name: getattr(config, name) for name in SAMPLING_OPTIONS if name in config.given}
         )
-        self.labels = LabelRule(self.settings.labels, loaded.data.num_classes, loaded.data.class_names)
+        self.labels = LabelRule(
+            self.settings.labels, loaded.data.num_classes, loaded.data.class_names, chosen="labels" in config.given
+        )
         self.noise = SeededNoise(config.seed)
         self.store = ImageStore(
             config.out or self._default_folder(), self.settings.num_images, config.batch,

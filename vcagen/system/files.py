@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,44 @@ def read_json(path: str | Path) -> dict[str, Any]:
         return dict(record)
 
 
-def read_yaml(path: str | Path) -> Any:
-    """What a YAML file holds.
+class _AsWritten(yaml.SafeLoader):
+    """YAML whose words stay as they are written, so that `no` may be a name: what they mean, their option's type says.
+
+    Only null means something. A key stands once in its mapping, and not beside one of its parts (a.b beside a).
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, as in the base class
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = sorted((f"{key.value}.", key.start_mark.line + 1) for key, _ in node.value)
+        for (one, line), (other, second) in pairwise(keys):
+            if other.startswith(one):
+                raise ValueError(f"line {second}: {other[:-1]}: {one[:-1]} is in line {line}; give each option once")
+        return node
+
+
+def parse_yaml(content: str | bytes) -> Any:
+    """What YAML says, its words as strings: options get their types when they are parsed.
 
     Raises:
-        ValueError: no such file, or not YAML.
+        ValueError: an option that is given twice.
+        yaml.YAMLError: not YAML.
+    """
+    return yaml.load(content, Loader=_AsWritten)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """`parse_yaml` of a file.
+
+    Raises:
+        ValueError: no such file, not YAML, or an option that is given twice.
     """
     with reading(path):
-        return yaml.safe_load(Path(path).read_bytes())
+        return parse_yaml(Path(path).read_bytes())
 
 
 def few(names: Sequence[object], limit: int = 3) -> str:

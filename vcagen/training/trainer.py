@@ -344,8 +344,8 @@ class Trainer:
             try:
                 with self.emas[0].applied(self.network.parameters()):
                     images = self.averaged_run().sample(
-                        "balanced", indices=range(count), seed=self.config.seed, output="tensor",
-                        batch=min(count, PREVIEW_BATCH, self.micro_batches[0].stop),
+                        [i % self.dataset.spec.num_classes for i in range(count)], seed=self.config.seed,
+                        output="tensor", batch=min(count, PREVIEW_BATCH, self.micro_batches[0].stop),
                     )  # fmt: skip
                 assert isinstance(images, Tensor)
                 save_grid(self.run_dir / "previews" / f"step_{self.step:07d}.png", images)
