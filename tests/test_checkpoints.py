@@ -77,7 +77,7 @@ def test_every_wrapping_loads_bit_equal(tmp_path, prefix):
     contents = {
         "bare": (wrapped, "weights"),
         "container": ({"model": other, "ema": wrapped, "opt": {"state": {}}, "args": args}, "ema"),
-        "lightning": ({"state_dict": wrapped, "epoch": 3}, "weights"),
+        "lightning": ({"state_dict": wrapped, "epoch": 3}, "state_dict"),
     }
     for name, (content, chosen) in contents.items():
         torch.save(content, tmp_path / f"{name}.pt")
@@ -86,7 +86,7 @@ def test_every_wrapping_loads_bit_equal(tmp_path, prefix):
         assert read.name == chosen
     assert checkpoints.read_weights(tmp_path / "container.pt").args["path_type"] == "Linear"
     raw = checkpoints.read_weights(tmp_path / "container.pt", which="raw")
-    assert raw.name == "raw"
+    assert raw.name == "model"
     assert same(raw.state_dict, {key: value + 1 for key, value in state.items()})
     save_file(wrapped, tmp_path / "bare.safetensors")
     read = checkpoints.read_weights(tmp_path / "bare.safetensors")
@@ -143,7 +143,7 @@ def test_cut_files_are_a_value_error(tmp_path, cut):
 
 
 def test_what_is_not_weights_is_said(tmp_path):
-    for content, said in (([1], "list"), ({"a": 1}, "a beside"), ({}, "dict"), ({"model": {}}, "no tensors")):
+    for content, said in (([1], "list"), ({"a": 1}, "a beside"), ({}, "dict"), ({"model": {}}, "model beside")):
         torch.save(content, tmp_path / "x.pt")
         with pytest.raises(ValueError, match=said):
             checkpoints.read_weights(tmp_path / "x.pt")

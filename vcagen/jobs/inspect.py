@@ -8,6 +8,7 @@ from typing import Any
 
 from vcagen.config.job_options import InspectConfig
 from vcagen.config.options import flatten
+from vcagen.networks.public import identify
 from vcagen.networks.weights import architecture, find_weights, read_weights
 from vcagen.system.files import few, prefixing, reading, write_json
 from vcagen.system.run_folder import list_checkpoints
@@ -49,11 +50,17 @@ def describe(path: str | Path) -> dict[str, Any]:
         if (metadata := weights.metadata) is not None:
             config = {key: metadata["config"][key] for key in ("seed", "model", "process", "vae")}
             return {**description, **config, **{key: metadata[key] for key in ("step", "ema_decay", "data")}}
-    if weights.args is not None:
-        description["args"] = {str(key): value if isinstance(value, int | float | str) else str(value)
+    if weights.args:
+        description["args"] = {key: value if isinstance(value, int | float | str) else str(value)
                                for key, value in weights.args.items()}  # fmt: skip
     with prefixing(f"{path}: "):
-        return {**description, "architecture": architecture(weights.state_dict)}
+        description["architecture"] = architecture(weights.state_dict)
+    try:
+        public = identify(path, weights)
+        description["process"] = f"{public.process}, by {public.told_by}"
+    except ValueError as error:  # what is there is still worth seeing
+        description["process"] = f"not known ({error})"
+    return description
 
 
 def table(description: dict[str, Any]) -> str:

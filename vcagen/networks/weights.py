@@ -1,4 +1,4 @@
-"""Weights on disk: our runs and files, public DiT and SiT files. Works on state dicts, never builds a network.
+"""Weights on disk: our runs and files, and the sets in files of others. Works on state dicts, never builds a network.
 
 A checkpoint of a run is a folder `checkpoints/step_0000000/`, complete or absent, with `model.safetensors` (raw),
 `ema_DECAY.safetensors` (one a decay), `optimizer.safetensors` and `state.json`. Weights of ours carry the metadata
@@ -12,11 +12,12 @@ import json
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -26,8 +27,13 @@ from vcagen.system.run_folder import list_checkpoints
 
 PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put in front of every name."""
-SETS = {"ema": "ema", "model": "raw", "state_dict": "weights"}
-"""Sets of weights in a file of others, the best first, and what they are called here."""
+AVERAGE = re.compile(r"(^|[^a-z])(ema|avg|averaged?|shadow)([^a-z]|$)")
+"""In the name of a set of averaged weights: ema, model_ema, ema_state_dict and the like."""
+RAW = ("model", "state_dict", "model_state_dict", "network", "net", "module", "weights")
+"""Names of the network's own weights, where a file has other sets of tensors too."""
+ARGUMENTS = ("args", "config", "hyper_parameters", "hparams")
+"""Where training scripts keep their options; of their sections those in SECTIONS speak of the network."""
+SECTIONS = ("model", "network", "params", "transport", "diffusion")
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,11 @@ class Weights:
 
     state_dict: dict[str, Tensor]
     name: str
-    """Which set of the file: ema, ema_DECAY, raw (beside an average), or weights (a file with one unnamed set)."""
+    """Which set: raw or ema_DECAY of ours; of others the set's name in the file, or weights where it has no name."""
     metadata: dict[str, Any] | None = None
     """Our metadata; None for files of others."""
-    args: dict[str, Any] | None = None
-    """The arguments that a public training script stored beside the weights."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """What a file of others says about itself: the options that its training script stored beside the weights."""
 
 
 # --- one file ---
@@ -75,11 +81,12 @@ def read_metadata(path: str | Path) -> dict[str, Any] | None:
 def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
     """Read a weights file on the CPU: safetensors, or a .pt file, which may not run any code.
 
-    `module.` and `_orig_mod.` in front of all names are taken off. A file with several sets (`model` and `ema`, as the
-    public training scripts write) gives the average for `which="ema"` and the raw weights for `which="raw"`.
+    `module.` and `_orig_mod.` in front of all names are taken off. A file of others with several sets (`model` and
+    `ema`, as the public training scripts write) gives the average for `which="ema"`, the weights beside it for "raw",
+    or the set of that name.
 
     Raises:
-        ValueError: not a weights file, or one that would run code, or without the set asked for.
+        ValueError: not a weights file, or one that would run code, or one that does not tell which set is meant.
         OSError: the file cannot be opened.
     """
     path = Path(path)
@@ -89,18 +96,67 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
         metadata = read_metadata(path)
         with reading(path):
             state_dict, name = load_file(path), _set_name(metadata)
-        return Weights(_strip(path, state_dict), name, metadata)
+            with safe_open(path, framework="pt") as file:
+                stored = {} if metadata else file.metadata() or {}
+        args = {key: _value(text) for key, text in stored.items() if key != "format"}
+        return Weights(_strip(path, state_dict), name, metadata, args)
     content = _read_pickle(path)
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{path}: holds a {type(content).__name__}; a dict of tensors is needed")
-    args = content.get("args")
-    args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else None
-    sets = [key for key in SETS if isinstance(content.get(key), dict)]
-    if which == "raw" and sets == ["ema"]:
-        raise ValueError(f"{path}: holds averaged weights only; raw weights were asked for")
-    key = next((key for key in sets if which == "ema" or key != "ema"), None)
-    found, name = (content, "weights") if key is None else (content[key], SETS[key])
-    return Weights(_strip(path, found), name, None, args)
+    chosen = _choose_set(path, content, which)
+    found = content if chosen is None else _state_dict(content[chosen]) or {}
+    args = {key: value for place in ARGUMENTS for key, value in _arguments(content.get(place)).items()}
+    return Weights(_strip(path, found), chosen or "weights", None, args)
+
+
+def _choose_set(path: Path, content: dict[Any, Any], which: str) -> str | None:
+    """The key of the set of weights that is meant; None where the content itself is one."""
+    sets = [key for key, value in content.items() if isinstance(key, str) and _state_dict(value)]
+    averages = [key for key, value in content.items()
+                if isinstance(key, str) and AVERAGE.search(key.lower()) and _holds_tensors(value)]  # fmt: skip
+    if which in sets or not (sets or averages):
+        return which if which in sets else None
+    others = [key for key in sets if key not in averages]
+    others = [key for key in RAW if key in others] or others
+    candidates = averages if averages and which != "raw" else others
+    if len(candidates) == 1 and candidates[0] in sets:
+        return candidates[0]
+    there = f"holds {', '.join({**dict.fromkeys(sets), **dict.fromkeys(averages)})}"
+    if unread := [key for key in candidates if key not in sets]:
+        raise ValueError(f"{path}: {there}; {unread[0]} is not a dict of tensors; --weights raw takes the others")
+    if not candidates:
+        raise ValueError(f"{path}: {there}, averaged weights only; raw weights were asked for")
+    raise ValueError(f"{path}: {there}; name one of them by --weights")
+
+
+def _state_dict(value: Any) -> dict[str, Tensor] | None:
+    """The state dict that `value` is, or that lies in it under `module` or `state_dict`."""
+    if not isinstance(value, dict) or not value:
+        return None
+    if all(isinstance(key, str) and isinstance(inner, Tensor) for key, inner in value.items()):
+        return value
+    inner = [_state_dict(value[key]) for key in ("module", "state_dict") if isinstance(value.get(key), dict)]
+    return inner[0] if len(inner) == 1 else None
+
+
+def _holds_tensors(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(inner, Tensor) or _holds_tensors(inner) for inner in values)
+
+
+def _arguments(stored: Any) -> dict[str, Any]:
+    """Stored options by name, sections that speak of the network included."""
+    values = vars(stored) if isinstance(stored, argparse.Namespace) else stored if isinstance(stored, dict) else {}
+    nested = [_arguments(values[key]) for key in SECTIONS if isinstance(values.get(key), dict | argparse.Namespace)]
+    return {str(key): value for section in (*nested, values) for key, value in section.items()}
+
+
+def _value(text: str) -> Any:
+    """A value of safetensors metadata, which is always text."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _is_safetensors(path: Path) -> bool:

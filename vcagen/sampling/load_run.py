@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from vcagen.build import build_model, build_process, build_sampler, rehearse, resolve_sampling, with_kernel
 from vcagen.config.command_line import from_mapping
-from vcagen.config.options import Config, ModelConfig, ProcessConfig, SamplingConfig
+from vcagen.config.options import Config, ProcessConfig, SamplingConfig
 from vcagen.data.latents import DataSpec, vae_options
 from vcagen.data.vae import DEFAULT_VAE, LatentVAE
-from vcagen.networks.dit import DIT_SIZES
-from vcagen.networks.weights import Weights, architecture, find_weights, load_into, read_weights
+from vcagen.networks.public import identify
+from vcagen.networks.weights import Weights, find_weights, load_into, read_weights
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Model, NonFiniteError, Process, check_choice
 from vcagen.sampling.image_store import to_pil
@@ -45,6 +44,8 @@ class LoadedRun:
     weights_sha256: str
     tf32: bool = False
     """Allow TF32 matrix products of the network on GPUs."""
+    notes: Sequence[str] = ()
+    """Which weights these are, and what their user should know."""
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -163,7 +164,7 @@ def load(
     """Load a run folder of train.py, a weights file of ours, or a public DiT or SiT file.
 
     Args:
-        weights: ema (the default), ema_DECAY or raw.
+        weights: ema (the default), ema_DECAY or raw; of a file of others also the name of a set in it.
         step: checkpoint of a run. Default: the newest.
         process: diffusion (DiT) or flow (SiT) of a public file, where neither its name nor its arguments tell.
         vae: where the VAE is now, if not where the weights say; of a public file which one.
@@ -176,9 +177,9 @@ def load(
         path = find_weights(path, weights=weights or "ema", step=step)
     elif step is not None:
         raise ValueError(f"step: {path} is one file; steps are of run folders")
-    read = read_weights(path, which="raw" if weights == "raw" else "ema")
+    read = read_weights(path, which=weights or "ema")
     if read.metadata is None:
-        config, data, opened = _public(path, read, process, vae, device)
+        config, data, opened, notes = _public(path, read, process, vae, device)
         step = ema_decay = None
     else:
         if weights not in (None, "ema", read.name):
@@ -190,6 +191,8 @@ def load(
             step, ema_decay = read.metadata["step"], read.metadata["ema_decay"]
             if process not in (None, config.process.name):
                 raise ValueError(f"process: {process}; the weights were trained for {config.process.name}")
+            notes = [f"{path}: {read.name}, {config.process.name}, step {step}"]
+            notes += _young_average(config, step, ema_decay)
             if opened.channels != data.channels:
                 raise ValueError(f"damaged metadata ({opened.channels} and {data.channels} latent channels)")
     if opened.is_identity and (opened.channels not in (1, 3) or opened.downsample != 1):
@@ -200,47 +203,51 @@ def load(
         config = replace(config, model=with_kernel(config.model, "maps"))
     with reading(path):
         network = build_model(config.model, config.process, data)
-        load_into(network, read.state_dict)
+        table = {} if read.metadata else {"pos_embed": network.pos_embed}  # of others, who may not have saved it
+        load_into(network, {**table, **read.state_dict})
     return LoadedRun(
         network.to(device).eval().requires_grad_(False), build_process(config.process), opened, config, data, step,
-        ema_decay, sha256(path), config.train.tf32,
+        ema_decay, sha256(path), config.train.tf32, notes,
     )  # fmt: skip
 
 
 def _public(
     path: Path, read: Weights, process: str | None, vae: str | None, device: torch.device | str
-) -> tuple[Config, DataSpec, LatentVAE]:
-    """What the shapes of a public DiT or SiT file tell: named size by the width, process by the name or arguments.
-
-    Both kinds have twice the output channels, so the shapes do not tell DiT from SiT: training arguments of SiT, or one
-    of the two in the file's name, do.
+) -> tuple[Config, DataSpec, LatentVAE, list[str]]:
+    """Configuration, data and VAE of weights of others, and what had to be assumed.
 
     Raises:
-        ValueError: a width of no named size, or a process that cannot be told.
+        ValueError: what the file says does not agree, does not tell enough, or is not for this VAE.
     """
-    with reading(path):
-        found = architecture(read.state_dict)
-    names = {sizes["hidden_size"]: name for name, sizes in DIT_SIZES.items()}
-    if found["hidden_size"] not in names:
-        raise ValueError(f"{path}: width {found['hidden_size']}, of no named size; the number of heads is not known")
-    if "grid" not in found:
-        raise ValueError(f"{path}: pos_embed missing; a public DiT or SiT file has it")
-    words = re.findall(r"dit|sit", path.name.lower())
-    told = {"diffusion" if word == "dit" else "flow" for word in words}
-    if found["out_channels"] == found["in_channels"] or "path_type" in (read.args or {}):
-        told = {"flow"}
-    if process is None and len(told) != 1:
-        raise ValueError(f"process: {path} does not tell whether it is DiT or SiT; give --process diffusion or flow")
-    size = f"{names[int(found['hidden_size'])]}/{found['patch_size']}"
+    public = identify(path, read, process)
+    if public.num_heads is None:
+        raise ValueError(f"{path}: width {public.hidden_size}, of no named size; the number of heads is not known")
+    notes = [f"{path}: {read.name}, {public.process} by {public.told_by}"]
+    opened = LatentVAE(vae or public.vae or DEFAULT_VAE, channels=public.in_channels, device=device)
+    scale = public.patch_size * opened.downsample
+    grid = public.grid
+    if grid is None:
+        grid = (public.image_size or 256) // scale
+        notes.append(f"{path}: without a position table: it is rebuilt for images of {grid * scale} x {grid * scale}")
+    if "image_size" in read.args and read.args["image_size"] != grid * scale:
+        said = f"its arguments say image_size {read.args['image_size']}"
+        raise ValueError(f"{path}: {said}, its position table and the VAE say {grid * scale}")
     config = Config(
         run_dir="",
-        model=ModelConfig(size=size, depth=int(found["depth"]), mlp_ratio=found["mlp_ratio"]),
-        process=ProcessConfig(name=process or told.pop()),
+        model=public.model(),
+        process=ProcessConfig(name=public.process, num_timesteps=public.num_timesteps),
     )
-    opened = LatentVAE(vae or DEFAULT_VAE, channels=int(found["in_channels"]), device=device)
-    side = int(found["grid"] * found["patch_size"])
+    side = grid * public.patch_size
     data = DataSpec(
-        channels=opened.channels, height=side, width=side, num_classes=int(found["num_labels"]) - 1, class_names=(),
+        channels=opened.channels, height=side, width=side, num_classes=public.num_classes, class_names=(),
         image_size=side * opened.downsample, vae=opened.description(),
     )  # fmt: skip
-    return config, data, opened
+    return config, data, opened, notes
+
+
+def _young_average(config: Config, step: int, decay: float | None) -> list[str]:
+    """A line where an average still holds much of the weights it started from."""
+    if decay is None or config.train.ema_warmup or step >= 5 / (1 - decay):
+        return []
+    share = f"{100 * decay**step:.2g} % of it is still the initial weights"
+    return [f"the average of decay {decay} is young at step {step}: {share}; --weights raw has none of them"]

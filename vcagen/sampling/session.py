@@ -59,6 +59,8 @@ class SamplingSession:
             process=config.process, vae=config.vae, device=self.accelerator.device,
         )  # fmt: skip
         self.tf32 = loaded.config.train.tf32 if config.tf32 is None else config.tf32
+        for note in loaded.notes:
+            self._say(note)
         self.calls, self.bar = 0, tqdm(disable=True)
         self.run = replace(loaded, network=self._network(loaded.network), tf32=self.tf32)
         self.settings = loaded.sampling(
