@@ -88,8 +88,8 @@ def user_error(*args, **kwargs):
     return lines[0]
 
 
-def tiny_vae(folder, *, seed=0, scaling_factor=None, shift_factor=None):
-    """Save a random AutoencoderKL with 4 latent channels and 8x downsampling to `folder`; return its path as text.
+def tiny_vae(folder, *, seed=0, scaling_factor=None, shift_factor=None, latent_channels=4, image_channels=3):
+    """Save a random AutoencoderKL with 8x downsampling to `folder`; return its path as text.
 
     Its scaling factor is 1 / the std of its latents on noise images, unless one is given.
     """
@@ -98,13 +98,15 @@ def tiny_vae(folder, *, seed=0, scaling_factor=None, shift_factor=None):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         vae = AutoencoderKL(
-            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, layers_per_block=1, latent_channels=4, sample_size=32,
+            block_out_channels=(8, 8, 8, 8), norm_num_groups=4, layers_per_block=1, sample_size=32,
             down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            shift_factor=shift_factor,
+            latent_channels=latent_channels, shift_factor=shift_factor,
+            in_channels=image_channels, out_channels=image_channels,
         )  # fmt: skip
         if scaling_factor is None:
             with torch.no_grad():
-                scaling_factor = 1 / vae.encode(torch.rand(8, 3, 32, 32) * 2 - 1).latent_dist.sample().std().item()
+                images = torch.rand(8, image_channels, 32, 32) * 2 - 1
+                scaling_factor = 1 / vae.encode(images).latent_dist.sample().std().item()
     vae.register_to_config(scaling_factor=scaling_factor)
     vae.save_pretrained(folder)
     return str(folder)

@@ -67,8 +67,8 @@ def test_vae_equals_diffusers(vae_path):
     model = AutoencoderKL.from_pretrained(vae_path)
     vae = LatentVAE(vae_path)
     assert (vae.channels, vae.downsample, vae.moment_channels) == (4, 8, 8)
-    assert vae.scaling_factor == model.config.scaling_factor
-    assert vae.shift_factor == 0.25
+    assert vae.scale.factor == model.config.scaling_factor
+    assert vae.scale.shift == 0.25
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(2, 3, 32, 24, generator=generator) * 2 - 1
     noise = torch.randn(2, 4, 4, 3, generator=generator)
@@ -162,7 +162,7 @@ def test_description_rebuilds_without_the_vae(vae_path, other_vae, tmp_path):
     description = json.loads(json.dumps(LatentVAE(str(moved)).description()))
     shutil.rmtree(moved)
     vae = LatentVAE.from_description(description)
-    assert (vae.channels, vae.downsample, vae.shift_factor) == (4, 8, 0.25)
+    assert (vae.channels, vae.downsample, vae.scale.shift) == (4, 8, 0.25)
     assert vae.description() == description
     latents = torch.zeros(1, 4, 2, 2)
     assert vae.sample(torch.zeros(1, 8, 2, 2), latents).shape == (1, 4, 2, 2)
@@ -192,7 +192,7 @@ def test_vae_that_cannot_be_had(name, monkeypatch):
 
 def test_not_an_autoencoder(tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderDC"}')
-    with pytest.raises(ValueError, match="a AutoencoderDC of 3 channels"):
+    with pytest.raises(ValueError, match="an AutoencoderDC; an AutoencoderKL is needed"):
         LatentVAE(str(tmp_path))
 
 
@@ -312,7 +312,7 @@ def test_scale_and_shift_can_be_given(shards, tmp_path, vae_path):
     wrong = rewrite(shards, tmp_path / "wrong", lambda record: record["vae"].update(scaling_factor=before / 9))
     config = VaeConfig(scaling_factor=before * 1.5, shift_factor=-0.5)
     dataset, vae = open_dataset(DataConfig(path=str(wrong)), config)
-    assert (vae.scaling_factor, vae.shift_factor) == (before * 1.5, -0.5)
+    assert (vae.scale.factor, vae.scale.shift) == (before * 1.5, -0.5)
     assert dataset.spec.vae == vae.description()
     made = LatentVAE(vae_path, scaling_factor=before * 1.5, shift_factor=-0.5)
     assert made.description() == {**vae.description(), "path": vae_path}

@@ -68,7 +68,8 @@ class EncodeConfig(ImageConfig):
     tiling: bool = False
     """Encode in tiles, for large images in small memory."""
     scaling_factor: PositiveFloat | None = None
-    """Factor that brings the latents to unit size. Default: that of the VAE's config.json."""
+    """Factor that brings the latents to unit size. Default: that of the VAE's config.json; where that has latents_mean
+    and latents_std, they are applied as well, channel by channel."""
     shift_factor: float | None = None
     """What is taken from the latents before they are scaled. Default: that of the VAE's config.json."""
     batch: PositiveInt = 32

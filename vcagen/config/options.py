@@ -49,7 +49,7 @@ class ModelConfig:
     """The network."""
 
     size: str = "S/2"
-    """Size and patch size: S, B, L or XL, a slash, and the side of a patch, such as 2, 4 or 8."""
+    """Size and patch size: S, B, L or XL, a slash, and the side of a patch, such as 1, 2, 4 or 8."""
     attention: str = "mhsa"
     """Attention of every block: mhsa (plain) or vca (Visual-Contrast Attention)."""
     attention_options: VcaOptions = field(default_factory=VcaOptions)
@@ -90,7 +90,8 @@ class VaeConfig:
     tiling: bool = False
     """Encode and decode in tiles, for large images in small memory."""
     scaling_factor: PositiveFloat | None = None
-    """Factor that brings the latents to unit size. Default: that of the VAE's config.json."""
+    """Factor that brings the latents to unit size. Default: that of the VAE's config.json; where that has latents_mean
+    and latents_std, they are applied as well, channel by channel."""
     shift_factor: float | None = None
     """What is taken from the latents before they are scaled. Default: that of the VAE's config.json."""
 

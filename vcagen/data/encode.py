@@ -67,6 +67,8 @@ def run(config: EncodeConfig) -> None:
             raise ValueError(f"{file}: damaged, its SHA-256 is not that of its record; delete it and encode again")
     accelerator.wait_for_everyone()  # nobody writes before everybody has seen what is there
 
+    if missing and not vae.is_identity:
+        _check_scale(config, images, vae)
     rows = {index: shards[index] for index in missing[mine]}
     for index, moments, skipped in _encode_shards(config, images, vae, rows, bar=accelerator.is_main_process):
         stored = (moments.view(torch.int16) if moments.dtype == torch.bfloat16 else moments).numpy()
@@ -76,6 +78,15 @@ def run(config: EncodeConfig) -> None:
     if accelerator.is_main_process:
         _finish(config, images, settings)
     accelerator.end_training()
+
+
+def _check_scale(config: EncodeConfig, images: ImageSet, vae: LatentVAE) -> None:
+    """Raise ValueError where the latents of a few images, taken from all over the set, are not of about unit size."""
+    spread = np.unique(np.linspace(0, len(images) - 1, 32).astype(np.int64)).tolist()
+    batches = [spread[i : i + config.batch] for i in range(0, len(spread), config.batch)]
+    moments = [vae.encode_uint8(pixels).cpu() for pixels, _ in read_batches(images, batches, 0) if len(pixels)]
+    if moments and not non_finite_rows(torch.cat(moments)):  # else their shard names the image
+        check_std(latent_std(torch.cat(moments), vae.description()), config.images, vae.description())
 
 
 def _settings(config: EncodeConfig, images: ImageSet, vae: LatentVAE) -> dict[str, Any]:
@@ -105,6 +116,8 @@ def _find_done(out: Path, settings: Mapping[str, Any]) -> dict[int, Record]:
     for file in filter(Path.exists, (out / "shards.json", *sorted(out.glob("moments_*.json")))):
         record = read_json(file)
         old, new = flatten(record), flatten(settings)
+        if old["vae.sha256"] == new["vae.sha256"] is not None:
+            old["vae.path"] = new["vae.path"]  # the VAE may have moved
         if fields := [f"{key} {old.get(key)!s:.60}, asked for {new[key]!s:.60}" for key in new
                       if old.get(key) != new[key]]:  # fmt: skip
             raise ValueError(f"{file}: made with other settings: {'; '.join(fields)}. Use another folder or remove it")
@@ -141,8 +154,6 @@ def _encode_shards(
                 progress.update(len(batch))
             if config.on_bad_image == "error":
                 refuse_bad(images, bad, config.images)
-            if not vae.is_identity and count >= min(256, len(images)):  # fewer images may have any std
-                check_std(latent_std(moments[:count, 0], vae.description()), config.images, vae.path)
             yield index, moments[:count], {images.names[i]: reason for i, reason in bad.items()}
 
 

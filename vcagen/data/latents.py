@@ -6,7 +6,6 @@ or with uint8 images (N, C, H, W); a DataLoader must be given `collate_fn=collat
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from vcagen.config.options import DataConfig, VaeConfig
 from vcagen.data.images import ImageSet, is_dataset, open_images, read_batches, refuse_bad, refuse_lost_classes
-from vcagen.data.vae import DEFAULT_VAE, LatentVAE
+from vcagen.data.latent_scale import LatentScale
+from vcagen.data.vae import DEFAULT_VAE, LatentVAE, with_given_scale
 from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import read_json, reading
 
@@ -77,7 +77,8 @@ class DataSpec:
             del spec["vae"]
             if spec["sha256"]:
                 del spec["path"]
-        return [f"{key}: {mine[key]}, not {theirs.get(key)}" for key in mine if mine[key] != theirs.get(key)]
+        keys = {**mine, **theirs}
+        return [f"{key}: {mine.get(key)}, not {theirs.get(key)}" for key in keys if mine.get(key) != theirs.get(key)]
 
 
 class MomentsDataset(Dataset[tuple[Tensor, int]]):
@@ -131,7 +132,7 @@ class LatentDataset(MomentsDataset):
             raise ValueError(f"{path}: {found}")
         record = read_json(self.path / "shards.json")
         with reading(self.path / "shards.json"):
-            vae = record["vae"] | {key: value for key, value in self._given.items() if value is not None}
+            vae = record["vae"] | with_given_scale(record["vae"], self._given)
             self.spec = DataSpec.of(vae, record["image_size"], record["class_names"])
             self.dtype: torch.dtype = getattr(torch, record["dtype"])
             counts = [shard["count"] for shard in record["shards"]]
@@ -161,7 +162,7 @@ class LatentDataset(MomentsDataset):
             self.latent_std = float(moments.double().std(correction=0))
         else:
             self.latent_std = latent_std(moments, self.spec.vae)
-            check_std(self.latent_std, self.path, self.spec.vae["path"])
+            check_std(self.latent_std, self.path, self.spec.vae)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(LatentDataset, self.path, **self._given), ()
@@ -217,17 +218,19 @@ def refuse_format_1(folder: Path) -> None:
 
 def latent_std(moments: Tensor, vae: dict[str, Any]) -> float:
     """Standard deviation of the scaled latents that these moments (N, 2C, h, w) give, over all elements."""
-    mean, log_variance = moments.double().chunk(2, dim=1)
-    variance = mean.var(correction=0) + log_variance.clamp(-30, 20).exp().mean()
-    return float(vae["scaling_factor"]) * math.sqrt(variance.item())
+    return LatentScale(vae).std_of(moments)
 
 
-def check_std(std: float, where: str | Path, vae: str) -> None:
+def check_std(std: float, where: str | Path, vae: dict[str, Any]) -> None:
     """Raise ValueError for latents that are not of about unit size: unscaled, scaled twice, or of another VAE."""
     low, high = STD_RANGE
     if not low <= std <= high:
-        cause = f"unscaled, scaled twice, or not of the VAE {vae}"
-        raise ValueError(f"{where}: latents have std {std:.3g} after scaling, expected {low} to {high}; {cause}")
+        cause = f"unscaled, scaled twice, or not of the VAE {vae['path']}"
+        factor = f"--scaling_factor {vae['scaling_factor'] / std:.4g}" if std else "no factor"
+        raise ValueError(
+            f"{where}: latents have std {std:.3g} after scaling, expected {low} to {high}; {cause}. If they are right, "
+            f"{factor} gives std 1 (to encode; to train.py --vae.scaling_factor)"
+        )
 
 
 def vae_options(config: VaeConfig, device: str | torch.device) -> dict[str, Any]:
@@ -245,6 +248,9 @@ def open_vae(images: ImageSet, path: str, config: VaeConfig, device: str | torch
         raise ValueError(f"vae.path: {config.path}; {path} is trained in pixel space, by identity")
     default = "identity" if is_dataset(path) else DEFAULT_VAE
     vae = LatentVAE(config.path or default, channels=images.channels, **vae_options(config, device))
+    if images.channels != vae.image_channels:
+        grey = " (grayscale makes it 1 or 3)" if not is_dataset(path) else ""
+        raise ValueError(f"vae: {vae.path} takes images of {vae.image_channels} channels, not {images.channels}{grey}")
     if images.image_size % vae.downsample:
         raise ValueError(f"image_size: {images.image_size}; the VAE {vae.path} takes multiples of {vae.downsample}")
     return vae
@@ -264,7 +270,7 @@ def open_dataset(
     if (side := config.images.image_size) not in (None, shards.spec.image_size):
         raise ValueError(f"data.images.image_size: {side}; {config.path} was made with {shards.spec.image_size}")
     made_with = shards.spec.vae["path"]
-    rebuilt = LatentVAE.from_description(shards.spec.vae, path=vae.path, **vae_options(vae, device))
+    rebuilt = LatentVAE.from_description(shards.spec.vae, path=vae.path, near=config.path, **vae_options(vae, device))
     if vae.path not in (None, made_with):
         if "identity" in (vae.path, made_with):
             raise ValueError(f"vae.path: {vae.path}; {config.path} was made with {made_with}")

@@ -56,8 +56,7 @@ class LoadedRun:
     def image_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of the images."""
         scale = self.vae.downsample
-        channels = self.vae.channels if self.vae.is_identity else 3
-        return channels, self.data.height * scale, self.data.width * scale
+        return self.vae.image_channels, self.data.height * scale, self.data.width * scale
 
     @property
     def null_label(self) -> int | None:
@@ -187,7 +186,7 @@ def load(
         with reading(path):
             config = from_mapping(Config, read.metadata["config"])
             data = DataSpec.from_dict(read.metadata["data"])
-            opened = LatentVAE.from_description(data.vae, path=vae, **vae_options(config.vae, device))
+            opened = LatentVAE.from_description(data.vae, path=vae, near=path, **vae_options(config.vae, device))
             step, ema_decay = read.metadata["step"], read.metadata["ema_decay"]
             if process not in (None, config.process.name):
                 raise ValueError(f"process: {process}; the weights were trained for {config.process.name}")

@@ -213,5 +213,5 @@ class SamplingSession:
                         "precision": config.precision, "compile": config.compile, "tf32": self.tf32, **options},
             "model": {"config": asdict(run.config.model), "process": run.config.process.name, "step": run.step,
                       "checkpoint_sha256": run.weights_sha256, "ema_decay": run.ema_decay},
-            "vae": {"id": run.vae.path, "sha256": run.data.vae["sha256"], "scale": run.vae.scaling_factor},
+            "vae": {"id": run.vae.path, "sha256": run.data.vae["sha256"], "scale": run.vae.scale.factor},
         }  # fmt: skip
