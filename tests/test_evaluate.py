@@ -18,7 +18,8 @@ from vcagen.config.job_options import EvaluateConfig
 from vcagen.data.images import open_dataset_images, to_uint8
 from vcagen.evaluation import evaluate
 from vcagen.evaluation.evaluate import Evaluation, Evaluator, later_command, result_path
-from vcagen.evaluation.features import EXTRACTORS, InceptionFeatures, MissingWeights, PixelFeatures
+from vcagen.evaluation.extractor import MissingWeights
+from vcagen.evaluation.features import EXTRACTORS, InceptionFeatures, PixelFeatures
 from vcagen.evaluation.image_source import open_samples, spans
 from vcagen.evaluation.reference import open_reference
 from vcagen.evaluation.scores import (

@@ -11,9 +11,9 @@ from helpers import random_pictures
 from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 from torch_fidelity.utils import create_feature_extractor
 
+from vcagen.evaluation.extractor import MissingWeights
 from vcagen.evaluation.features import (
     InceptionFeatures,
-    MissingWeights,
     PixelFeatures,
     _downloaded_weights,
     load_extractor,

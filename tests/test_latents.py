@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from vcagen.config.job_options import EncodeConfig
 from vcagen.config.options import DataConfig, ImageConfig, VaeConfig
 from vcagen.data.encode import run
-from vcagen.data.images import ImageSet, from_uint8, open_images, scan_images, to_uint8
+from vcagen.data.image_set import ImageSet
+from vcagen.data.images import from_uint8, open_images, scan_images, to_uint8
 from vcagen.data.latents import DataSpec, ImageDataset, LatentDataset, collate_whole, latent_std, open_dataset
 from vcagen.data.vae import LatentVAE
 from vcagen.processes.process import NonFiniteError

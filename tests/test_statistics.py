@@ -10,7 +10,8 @@ from helpers import damaged_npz, image_folder, random_pictures
 from PIL import Image
 
 from vcagen.data.images import open_dataset_images, read_image
-from vcagen.evaluation.features import Features, InceptionFeatures, PixelFeatures, load_extractor
+from vcagen.evaluation.extractor import Features
+from vcagen.evaluation.features import InceptionFeatures, PixelFeatures, load_extractor
 from vcagen.evaluation.image_source import open_npz, spans
 from vcagen.evaluation.reference import (
     FeatureStatistics,

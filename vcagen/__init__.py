@@ -18,9 +18,11 @@ _ROOMS = {
     "processes.flow": ("LinearInterpolant",),
     "processes.guidance": ("with_cfg",),
     "processes.samplers": ("SAMPLERS", "Sampler", "ddim_sample", "ddpm_sample", "ode_sample", "sde_sample"),
-    "data.images": ("DATASETS", "ImageSet"),
+    "data.image_set": ("ImageSet",),
+    "data.images": ("DATASETS",),
     "evaluation.evaluate": ("Evaluator",),
-    "evaluation.features": ("EXTRACTORS", "Extractor", "Features"),
+    "evaluation.extractor": ("Extractor", "Features"),
+    "evaluation.features": ("EXTRACTORS",),
     "evaluation.scores": ("METRICS",),
     "sampling.load_run": ("load",),
 }

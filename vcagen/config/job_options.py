@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -156,6 +156,10 @@ class ExperimentConfig:
     """Training steps, for a trial. Default: the table's."""
     num_images: PositiveInt | None = None
     """Images to sample, for a trial. Default: the table's."""
+    rows: str | None = None
+    """Only the rows whose run folder this pattern matches, such as '*-vca*'. Default: all."""
+    set: dict[str, Any] = field(default_factory=dict)
+    """Dotted options of train.py for all rows, over the table's: '{"model.depth": 12}'."""
     plugin: str | None = None
     """Module to import first, or several with commas."""
 
@@ -165,7 +169,7 @@ class ExtractorConfig:
     """Features of the scores."""
 
     extractor: str = "inception"
-    """inception (FID) or pixels (weight-free, called fd_pixels)."""
+    """inception (FID), pixels (weight-free, called fd_pixels) or fashion (fd_fashion, of a classifier)."""
     inception_weights: str | None = None
     """Local file of the Inception weights. Default: torch-fidelity's download."""
     batch: PositiveInt = 64

@@ -113,7 +113,8 @@ class DataConfig:
     """What the network is trained on."""
 
     path: str = "latents"
-    """Folder of shards made by `vcagen encode`, digits for the built-in set, or an image folder (from_images)."""
+    """Folder of shards made by `vcagen encode`, a built-in set (digits, fashion, fashion:FOLDER), or an image folder
+    (from_images)."""
     from_images: bool = False
     """Read `path` as an image folder and encode in the training loop: for small sets."""
     images: ImageConfig = field(default_factory=ImageConfig)
@@ -213,7 +214,7 @@ class SamplingConfig:
     reference: str | None = None
     """Reference of the scores: ADM .npz, image folder, statistics of `vcagen stats`, or digits. Default: no scores."""
     extractor: str = "inception"
-    """Features of the scores: inception or pixels."""
+    """Features of the scores: inception, pixels or fashion."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from vcagen.config.job_options import EncodeConfig
 from vcagen.config.options import flatten
-from vcagen.data.images import ImageSet, open_images, read_batches, refuse_bad, refuse_lost_classes
+from vcagen.data.image_set import ImageSet
+from vcagen.data.images import open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.latents import LatentDataset, check_std, latent_std, open_vae, refuse_format_1, shard_file
 from vcagen.data.vae import LatentVAE
 from vcagen.processes.process import non_finite_rows

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vcagen.config.options import ImageConfig
+from vcagen.data.fashion import fashion
+from vcagen.data.image_set import ImageSet
 from vcagen.system.files import few
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -148,33 +150,6 @@ def _list(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(folders), sorted(files)
 
 
-@dataclass(frozen=True)
-class ImageSet(Dataset[Tensor]):
-    """Images of one size with their labels: `images[i]` is uint8 (channels, image_size, image_size).
-
-    Raises ValueError for a file that cannot be read.
-    """
-
-    names: Sequence[str]
-    """One name an image, such as its path below the image folder."""
-    labels: Sequence[int]
-    class_names: Sequence[str]
-    channels: int
-    image_size: int
-    read: Callable[[int], Tensor]
-    """Index to pixels; loader processes call it too."""
-    crop: str = "none"
-    """How an image was brought to its size: adm-center or none."""
-    in_memory: bool = False
-    """Whether reading costs nothing, so that loader processes would not help."""
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.read(index)
-
-
 def digits(argument: str = "") -> ImageSet:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, one channel.
 
@@ -193,7 +168,7 @@ def digits(argument: str = "") -> ImageSet:
     return ImageSet(names, data.target.tolist(), list("0123456789"), 1, 8, pixels.__getitem__, in_memory=True)
 
 
-DATASETS: dict[str, Callable[[str], ImageSet]] = {"digits": digits}
+DATASETS: dict[str, Callable[[str], ImageSet]] = {"digits": digits, "fashion": fashion}
 """Sets that a word stands for, `NAME` or `NAME:FOLDER`: name -> constructor, which gets the folder or "".
 
 They are trained in pixel space.

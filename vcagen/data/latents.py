@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from vcagen.config.options import DataConfig, VaeConfig
-from vcagen.data.images import ImageSet, is_dataset, open_images, read_batches, refuse_bad, refuse_lost_classes
+from vcagen.data.image_set import ImageSet
+from vcagen.data.images import is_dataset, open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.latent_scale import LatentScale
 from vcagen.data.vae import DEFAULT_VAE, LatentVAE, with_given_scale
 from vcagen.processes.process import non_finite_rows

@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from vcagen.config.job_options import EvaluateConfig
 from vcagen.data.images import is_dataset
-from vcagen.evaluation.features import Extractor, Features, Shape, load_extractor
+from vcagen.evaluation.extractor import Extractor, Features, Shape
+from vcagen.evaluation.features import load_extractor
 from vcagen.evaluation.image_source import ImageSource, open_samples, spans
 from vcagen.evaluation.reference import (
     FeatureStatistics,

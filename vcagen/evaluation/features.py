@@ -4,85 +4,23 @@ from __future__ import annotations
 
 import json
 import urllib.error
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
+from vcagen.evaluation.extractor import Extractor, Features, MissingWeights, Shape, pick_device
+from vcagen.evaluation.fashion import FashionFeatures
 from vcagen.processes.process import check_choice
 from vcagen.system.files import sha256
 from vcagen.system.precision import full_precision
 
 WEIGHTS_PREFIX = "6726825d"
 """First digits of the SHA-256 of the converted Inception 2015-12-05 weights that everybody uses."""
-
-Shape = tuple[int, int, int]
-"""Channels, height, width of an image."""
-
-
-class MissingWeights(ValueError):
-    """The weights of an extractor are not on this machine and cannot be downloaded."""
-
-
-class Features(NamedTuple):
-    """Features of N images."""
-
-    pool: Tensor
-    """(N, D) float32: Frechet distance, inception score, precision and recall."""
-    spatial: Tensor | None = None
-    """(N, S) float32 of sFID, where the extractor has them."""
-
-
-class Extractor(ABC):
-    """Features of images, and what is special to the scores that are made of them.
-
-    A new kind is one subclass and its line in EXTRACTORS.
-    """
-
-    name: str
-    score_name: str
-    """Name of the Frechet distance, without the number of images."""
-    identity: str
-    """Text that is equal for two extractors exactly when their features can be compared."""
-    device: torch.device
-    precision_recall: ClassVar[Mapping[str, bool]]
-    """Endings of the names of precision and recall; True computes them from float16 distances, as ADM does."""
-
-    @property
-    def protocol(self) -> str:
-        """Name of the rules by which the scores are computed."""
-        return self.name
-
-    @abstractmethod
-    def __call__(self, images: Tensor) -> Features:
-        """Features of uint8 images (N, C, H, W) on any device."""
-
-    def check_shape(self, shape: Shape, path: str) -> None:  # noqa: B027, any shape will do
-        """Raise ValueError where images of this shape, which come from `path`, are not for this extractor."""
-
-    def sizes(self, shape: Shape | None) -> tuple[int, int | None] | None:
-        """Numbers of pool features D and spatial features S of images of this shape; None where that is not known."""
-        if shape is None:
-            return None
-        pool, spatial = self(torch.zeros(1, *shape, dtype=torch.uint8))
-        return pool.shape[1], None if spatial is None else spatial.shape[1]
-
-    def logits(self, pool: Tensor) -> Tensor | None:
-        """(N, D) -> (N, classes) float64 logits of the inception score, or None."""
-        return None
-
-    def record(self) -> dict[str, Any]:
-        """What the result file says about the weights."""
-        return {"name": "none"}
-
-    def warnings(self, count: int, *, adm_reference: bool) -> list[str]:
-        """What makes scores of `count` images by this extractor less than comparable."""
-        return []
 
 
 class InceptionFeatures(Extractor):
@@ -108,7 +46,7 @@ class InceptionFeatures(Extractor):
         if weights is not None and not Path(weights).is_file():
             raise ValueError(f"inception_weights: {weights}: no such file")
         self.path = Path(weights or _downloaded_weights())
-        self.device = _device(device)
+        self.device = pick_device(device)
         try:
             # torch-fidelity opens the file unrestricted, so first see that it holds nothing but tensors.
             torch.load(self.path, map_location="cpu", weights_only=True)
@@ -184,7 +122,7 @@ class PixelFeatures(Extractor):
     precision_recall: ClassVar[Mapping[str, bool]] = {"pixels": False}
 
     def __init__(self, weights: None = None, device: torch.device | str | None = None) -> None:
-        self.device = _device(device)
+        self.device = pick_device(device)
 
     def __call__(self, images: Tensor) -> Features:
         assert (images.dtype, images.ndim) == (torch.uint8, 4), images.shape
@@ -193,7 +131,11 @@ class PixelFeatures(Extractor):
         return Features(F.adaptive_avg_pool2d(x, side).flatten(1))
 
 
-EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": InceptionFeatures, "pixels": PixelFeatures}
+EXTRACTORS: dict[str, Callable[..., Extractor]] = {
+    "inception": InceptionFeatures,
+    "pixels": PixelFeatures,
+    "fashion": FashionFeatures,
+}
 """Name -> constructor with `weights`, a local file or None, and `device`, by default a GPU where there is one."""
 
 
@@ -207,10 +149,6 @@ def load_extractor(
     """
     check_choice("extractor", name, EXTRACTORS)
     return EXTRACTORS[name](weights=weights, device=device)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _downloaded_weights() -> Path:

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vcagen.data.image_set import ImageSet
 from vcagen.data.images import (
-    ImageSet,
     center_crop,
     decoding,
     is_dataset,
@@ -27,7 +27,7 @@ from vcagen.data.images import (
     read_image,
     scan_images,
 )
-from vcagen.evaluation.features import Shape
+from vcagen.evaluation.extractor import Shape
 from vcagen.system.files import few, reading
 
 CROP = "crop all to one size: vcagen stats FOLDER --image_size SIDE"

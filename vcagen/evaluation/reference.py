@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vcagen.data.images import is_dataset
-from vcagen.evaluation.features import Extractor, Features, Shape
+from vcagen.evaluation.extractor import Extractor, Features, Shape
 from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
 from vcagen.processes.process import non_finite_rows

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vcagen.evaluation.features import Extractor
+from vcagen.evaluation.extractor import Extractor
 from vcagen.system.precision import full_precision
 
 IS_CHUNK = 5_000

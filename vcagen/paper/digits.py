@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from numpy.typing import NDArray
 
 from vcagen.data.images import open_dataset_images
-from vcagen.sampling.noise import LabelRule, SeededNoise
+from vcagen.paper.recognised import Recognised
 
 
-class DigitAccuracy:
-    """Accuracy of a support vector machine (scikit-learn's SVC, gamma "scale"), trained on all real digits when first
-    needed, on 8 x 8 PNG images whose labels follow the rule of their manifest.
+class DigitAccuracy(Recognised):
+    """By a support vector machine (scikit-learn's SVC, gamma "scale"), trained on all real digits when first needed.
 
     Raises:
         ValueError: scikit-learn is not installed.
     """
 
     title = "digits recognised"
-    form = ".1%"
 
     @cached_property
     def _classifier(self) -> Any:
@@ -33,12 +29,5 @@ class DigitAccuracy:
         rows = np.stack([real[i].numpy().ravel() for i in range(len(real))]) / 255
         return SVC(gamma="scale").fit(rows, list(real.labels))
 
-    def __call__(self, samples: Path, sampling: Mapping[str, Any]) -> float | None:
-        """The share, 0 to 1; None where the images are gone or their labels are not known."""
-        files = sorted((samples / "images").glob("*.png"))
-        if not files or "labels" not in sampling:
-            return None
-        rows = np.stack([np.asarray(Image.open(file)).ravel() for file in files]) / 255
-        rule = sampling["labels"] if isinstance(sampling["labels"], str) else ",".join(map(str, sampling["labels"]))
-        labels = LabelRule(rule, 10)(range(len(files)), SeededNoise(sampling["seed"]))
-        return float((self._classifier.predict(rows) == labels.numpy()).mean())
+    def classify(self, images: NDArray[np.uint8]) -> NDArray[np.int64]:
+        return np.asarray(self._classifier.predict(images.reshape(len(images), -1) / 255))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from vcagen.config.command_line import find_config
 from vcagen.config.job_options import ExperimentConfig
+from vcagen.config.options import flatten
 from vcagen.paper.report import report_table
 from vcagen.paper.table import Row, load_table
 from vcagen.system.files import read_yaml, write_json
@@ -32,8 +33,8 @@ def run(config: ExperimentConfig) -> None:
     """
     path = find_config(config.table)
     given = {"train.steps": config.steps, "sampling.num_images": config.num_images, "plugin": config.plugin}
-    options = {key: value for key, value in given.items() if value is not None}
-    table = load_table(path, seeds=config.seeds, options=options)
+    options = {**flatten(config.set), **{key: value for key, value in given.items() if value is not None}}
+    table = load_table(path, seeds=config.seeds, options=options, rows=config.rows)
     runs = [(row, seed, folder) for row in table.rows for seed, folder in table.runs(row, config.runs).items()]
     run_commands({folder: commands(row, seed or 0, folder) for row, seed, folder in runs}, jobs=config.jobs)
     out = config.out or f"{config.runs}/report"

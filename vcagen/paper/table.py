@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,15 @@ class Table:
         return {seed: folder / f"seed_{seed}" for seed in self.seeds} if self.seeds else {None: folder}
 
 
-def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[str, Any] | None = None) -> Table:
+def load_table(
+    path: str | Path, *, seeds: int | None = None, options: Mapping[str, Any] | None = None, rows: str | None = None
+) -> Table:
     """Read a table file.
 
     Args:
         seeds: take only so many of the seeds.
         options: override those of all rows.
+        rows: take only those whose run folder this shell pattern matches.
 
     Raises:
         ValueError: not such a file, by the row and the key that is wrong.
@@ -79,10 +83,10 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
         raise ValueError(f"{path}: not a table; it needs rows")
     table = from_mapping(Table, {"title": Path(path).stem, **content}, f"{path}: ")
     sets = [flatten(part.get("set") or {}) for part in (content, *content["rows"])]  # so that parts of options add up
-    rows = [replace(row, set={**sets[0], **own, **(options or {})})
-            for row, own in zip(table.rows, sets[1:], strict=True)]  # fmt: skip
-    names, folders = [row.name for row in rows], [Path(row.run) for row in rows]
-    for row in rows:
+    found = [replace(row, set={**sets[0], **own, **(options or {})})
+             for row, own in zip(table.rows, sets[1:], strict=True)]  # fmt: skip
+    names, folders = [row.name for row in found], [Path(row.run) for row in found]
+    for row in found:
         with prefixing(f"{path}: row {row.name}: "):
             row.config()
         if folders.count(Path(row.run)) > 1:
@@ -91,7 +95,9 @@ def load_table(path: str | Path, *, seeds: int | None = None, options: Mapping[s
             raise ValueError(f"{path}: baseline: {row.baseline} is no row")
     if seeds is not None and seeds > len(table.seeds):
         raise ValueError(f"seeds: {seeds}; {path} has {len(table.seeds)}")
-    return replace(table, rows=rows, seeds=table.seeds[:seeds])
+    if not (wanted := [row for row in found if fnmatchcase(row.run, rows or "*")]):
+        raise ValueError(f"rows: {rows}; {path} has {', '.join(row.run for row in found)}")
+    return replace(table, rows=wanted, seeds=table.seeds[:seeds])
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from vcagen.build import sampler_options
 from vcagen.config.job_options import EvaluateConfig
 from vcagen.config.options import SAMPLING_OPTIONS, SampleConfig
 from vcagen.evaluation.evaluate import Evaluation, later_command
-from vcagen.evaluation.features import MissingWeights
+from vcagen.evaluation.extractor import MissingWeights
 from vcagen.processes.process import Model
 from vcagen.sampling.image_store import ImageStore
 from vcagen.sampling.load_run import load
