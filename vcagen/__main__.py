@@ -14,6 +14,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "encode": (job_options.EncodeConfig, "vcagen.data.encode"),
     "train": (Config, "vcagen.training.setup"),
     "sample": (SampleConfig, "vcagen.sampling.session"),
+    "convert-vae": (job_options.ConvertVaeConfig, "vcagen.jobs.convert_vae"),
     "evaluate": (job_options.EvaluateConfig, "vcagen.evaluation.evaluate"),
     "stats": (job_options.StatsConfig, "vcagen.jobs.stats"),
     "experiment": (job_options.ExperimentConfig, "vcagen.paper.sweep"),

@@ -91,6 +91,25 @@ class EncodeConfig(ImageConfig):
 
 
 @dataclass(frozen=True)
+class ConvertVaeConfig:
+    """Make a diffusers folder of an autoencoder of Latent Diffusion's code, such as LightningDiT's VA-VAE.
+
+    vcagen convert-vae vavae-imagenet256-f16d32-dinov2.pt --stats latents_stats.pt --out vavae
+    """
+
+    positional: ClassVar = "source"
+
+    source: str
+    """Weights file (.pt, .ckpt or .safetensors) with encoder and decoder."""
+    out: str
+    """New folder, which `encode --vae` takes."""
+    stats: str | None = None
+    """File of LightningDiT's latents_stats.pt: the mean and the std of each latent channel."""
+    scaling_factor: PositiveFloat = 1.0
+    """Factor that brings the latents to unit size, such as 0.18215 for Stable Diffusion; after the stats, if given."""
+
+
+@dataclass(frozen=True)
 class CostConfig:
     """Parameters and multiply-adds of one network; `vcagen report TABLE` prints those of a table of the paper.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from vcagen.system.files import atomic_file, check_format, few, reading
+from vcagen.system.pickles import read_pickle
 from vcagen.system.run_folder import list_checkpoints
 
 PREFIXES = ("module.", "_orig_mod.")
@@ -100,13 +100,26 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
                 stored = {} if metadata else file.metadata() or {}
         args = {key: _value(text) for key, text in stored.items() if key != "format"}
         return Weights(_strip(path, state_dict), name, metadata, args)
-    content = _read_pickle(path)
+    content = read_pickle(path)
     if not isinstance(content, dict) or not content:
         raise ValueError(f"{path}: holds a {type(content).__name__}; a dict of tensors is needed")
     chosen = _choose_set(path, content, which)
     found = content if chosen is None else _state_dict(content[chosen]) or {}
     args = {key: value for place in ARGUMENTS for key, value in _arguments(content.get(place)).items()}
     return Weights(_strip(path, found), chosen or "weights", None, args)
+
+
+def read_tensors(path: str | Path) -> Any:
+    """All that a weights file of others holds, on the CPU: tensors by name, or whatever torch.save wrote.
+
+    Raises:
+        ValueError: not a weights file, or one that would run code.
+        OSError: the file cannot be opened.
+    """
+    if not _is_safetensors(Path(path)):
+        return read_pickle(path)
+    with reading(path):
+        return load_file(path)
 
 
 def _choose_set(path: Path, content: dict[Any, Any], which: str) -> str | None:
@@ -163,20 +176,6 @@ def _is_safetensors(path: Path) -> bool:
     """By content: eight bytes of length, then a JSON object."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
-
-
-def _read_pickle(path: Path) -> Any:
-    """Tensors, plain containers and argparse.Namespace; anything else is refused before it runs."""
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            # Memory-mapped: the optimizer state beside the weights is never read.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged file can fail anywhere in the unpickler
-        if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it needs {name[1]}, which could run code; only tensors and plain values are read"
-        else:
-            reason = (str(error).splitlines() or [repr(error)])[0]
-        raise ValueError(f"{path}: not a weights file: {reason}") from None
 
 
 def _strip(path: Path, state_dict: dict[str, Any]) -> dict[str, Tensor]:
