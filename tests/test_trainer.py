@@ -412,7 +412,7 @@ def test_previews_are_grids_of_fixed_seeds(tmp_path):
     assert tiny.same_state(tiny.state(tmp_path / "with", 6), tiny.state(tmp_path / "without", 6))
 
 
-def test_fine_tuning_takes_weights_and_a_new_label_table(tmp_path, capsys):
+def test_fine_tuning_takes_weights_and_rows_of_the_label_table(tmp_path, capsys):
     tiny.train(tmp_path / "first")
     before = tiny.state(tmp_path / "first", 6)
     same = setup.build_trainer(tiny.config(tmp_path / "same", init=str(tmp_path / "first")))
@@ -420,8 +420,9 @@ def test_fine_tuning_takes_weights_and_a_new_label_table(tmp_path, capsys):
         assert value.equal(before["ema_0.9.safetensors", name])
     without_null = tiny.config(tmp_path / "other", init=str(tmp_path / "first"), model__class_dropout_prob=0.0)
     other = setup.build_trainer(without_null)
-    assert "has 11 labels, this network 10: the label table is new" in capsys.readouterr().err
-    assert other.network.y_embedder.embedding_table.num_embeddings == 10
+    assert "label rows kept: 0, 1, 2 and 7 more; new: 0" in capsys.readouterr().err
+    table = other.network.state_dict()["y_embedder.embedding_table.weight"]
+    assert table.equal(before["ema_0.9.safetensors", "y_embedder.embedding_table.weight"][:10])
     with pytest.raises(ValueError, match=r"weights: blocks\.1\..* missing"):
         setup.build_trainer(tiny.config(tmp_path / "deep", init=str(tmp_path / "first"), model__depth=2))
     flat = tmp_path / "flat.pt"

@@ -121,7 +121,7 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str) -> T
     for module in filter(None, (getattr(parsed, "plugin", None) or "").split(",")):
         _import(module.strip())
     if hasattr(parsed, "given"):
-        names = vars(parser.parse_args(args, defaults=False)).keys()
+        names = parser.parse_args(args, defaults=False).keys()  # dotted
         parsed = replace(parsed, given=frozenset(names) - {"config"})  # type: ignore[type-var]
     return parsed
 

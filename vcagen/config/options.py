@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from jsonargparse.typing import (
@@ -229,7 +229,8 @@ class Config:
     seed: Seed = 0  # type: ignore[valid-type]  # made at run time
     """Seed of the initial weights and of every step."""
     init: str | None = None
-    """Weights to start from: a run, a file of ours, or a public DiT or SiT file."""
+    """Weights to start from: a run, a file of ours, or a public DiT or SiT file. Model options that are not given are
+    then its own."""
     dry_run: bool = False
     """Build everything, print cost, memory and plan, and stop."""
     plugin: str | None = None
@@ -242,6 +243,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    given: frozenset[str] | None = field(default=None, compare=False)
+    """Names of the options that were given; the parser fills it in. None: not from a command line."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,8 @@ SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingConfig))
 
 def to_plain(config: Config) -> dict[str, Any]:
     """A configuration as nested dicts, lists and scalars: what YAML and JSON give back."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    values: dict[str, Any] = json.loads(json.dumps(asdict(replace(config, given=None))))
+    del values["given"]
     return values
 
 

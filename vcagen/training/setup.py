@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,24 +11,23 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list
 
-from vcagen.build import build_model, build_process, resolve_kernel, with_kernel
+from vcagen.build import build_process, resolve_kernel, with_kernel
 from vcagen.config.options import Config, ModelConfig, TrainConfig
 from vcagen.data.latents import DataSpec, open_dataset
 from vcagen.evaluation.features import EXTRACTORS
-from vcagen.networks.dit import DiT
-from vcagen.networks.weights import find_weights, load_into, read_weights
 from vcagen.processes.process import check_choice
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
 from vcagen.training.checkpoint import check_same_data, check_same_run, saved_config
+from vcagen.training.initial import initial_network, with_model_of_init
 from vcagen.training.plots import plot_losses
 from vcagen.training.trainer import Trainer, local_part
 
 
 def run(config: Config) -> None:
     """Train, or print the plan of a dry run."""
-    trainer = build_trainer(config)
+    trainer = build_trainer(with_model_of_init(config))
     main = trainer.accelerator.is_main_process
     if not config.dry_run:
         trainer.fit()
@@ -108,31 +106,3 @@ def apply_backend_flags(train: TrainConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
-
-
-def initial_network(config: Config, data: DataSpec) -> DiT:
-    """The network with the initial weights of the seed, or with those of `init`.
-
-    Another number of classes in `init` gives a new label table, and says so.
-
-    Raises:
-        ValueError: weights that do not fit.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        network = build_model(config.model, config.process, data)
-    if config.init is not None and latest_checkpoint(config.run_dir) is None:
-        path = Path(config.init)
-        weights = read_weights(find_weights(path) if path.is_dir() else path).state_dict
-        table = "y_embedder.embedding_table.weight"
-        ours = network.state_dict()[table]
-        if table in weights and weights[table].shape != ours.shape and weights[table].shape[1:] == ours.shape[1:]:
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(
-                    f"init: {path} has {len(weights[table])} labels, this network {len(ours)}: the label table is new",
-                    file=sys.stderr,
-                )
-            weights[table] = ours
-        with prefixing(f"init: {path}: "):
-            load_into(network, weights)
-    return network
