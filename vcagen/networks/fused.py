@@ -95,7 +95,19 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@torch.library.custom_op("vcagen::contrast_attention", mutates_args=())
+# Schemas in words: PyTorch 2.6 does not derive them from `list[int]`.
+_TENSORS = (
+    "Tensor qkv, Tensor? embedding1, Tensor? embedding2, "
+    "Tensor lambdas1, Tensor lambdas2, Tensor weight1, Tensor weight2"
+)
+_OPTIONS = "int[] grid, int[] contrast_grid, bool pool1, bool pool2, float lambda_init"
+
+
+@torch.library.custom_op(
+    "vcagen::contrast_attention",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def contrast_attention(
     qkv: Tensor,
     embedding1: Tensor | None,
@@ -141,7 +153,12 @@ def contrast_attention(
     return outputs
 
 
-@torch.library.custom_op("vcagen::contrast_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "vcagen::contrast_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor g_out, {_TENSORS}, Tensor saved, Tensor lse1, Tensor lse2, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def contrast_attention_backward(
     g_out: Tensor,
     qkv: Tensor,
