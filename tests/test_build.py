@@ -37,7 +37,7 @@ def test_settings_come_from_what_was_given_then_the_run_then_the_recipe():
 @pytest.mark.parametrize(
     ("options", "process", "message"),
     [
-        ({"sampler": "sde"}, "diffusion", "sampler: sde is not for a diffusion model; choose ddpm or ddim"),
+        ({"sampler": "sde"}, "diffusion", "sampler: sde is not for a diffusion model; choose ddpm or ddim or dpmpp"),
         ({"sampler": "ddpm"}, "flow", "sampler: ddpm is not for a flow model; choose sde or ode"),
         ({"eta": 0.0}, "diffusion", "eta: ddpm does not use it"),
         ({"sampler": "ode", "num_steps": 250}, "flow", "num_steps: ode dopri5 does not use it"),

@@ -77,6 +77,23 @@ def test_every_step_count_keeps_that_many_times_of_the_same_process(spacing):
         assert process.posterior_log_variance.isfinite().all()
 
 
+@pytest.mark.parametrize("full", [1, 7, 1000])
+def test_log_snr_spacing_is_even_and_never_repeats_a_step(full):
+    whole = GaussianDiffusion(full)
+    for num_steps in {1, 2, 3, 10, 20, 50, 250, 999, 1000}:
+        if num_steps > full:
+            continue
+        process = whole.respace(num_steps, "log_snr")
+        assert len(set(process.timesteps)) == num_steps
+        assert sorted(process.timesteps) == process.timesteps
+        assert 0 <= process.timesteps[0] <= process.timesteps[-1] == full - 1
+        assert torch.equal(process.log_snr, whole.log_snr[process.timesteps])
+        if full == 1000 and num_steps <= 20:  # more would fall on the same steps at the clean end
+            ends = torch.cat([whole.log_snr[:1], process.log_snr])
+            torch.testing.assert_close(ends.diff(), ends.diff().mean().expand(num_steps), rtol=0.3, atol=0)
+    assert whole.respace(full, "log_snr").timesteps == list(range(full))
+
+
 @pytest.mark.parametrize("num_steps", [-1, 0, 1001])
 def test_step_count_outside_the_schedule_is_refused(num_steps):
     with pytest.raises(ValueError, match=f"num_steps: {num_steps}; the schedule has 1 to 1000"):
@@ -84,7 +101,7 @@ def test_step_count_outside_the_schedule_is_refused(num_steps):
 
 
 def test_unknown_spacing_and_empty_schedule_are_refused():
-    with pytest.raises(ValueError, match="spacing: even; choose from ddpm, ddim"):
+    with pytest.raises(ValueError, match="spacing: even; choose from ddpm, ddim, log_snr"):
         GaussianDiffusion().respace(10, "even")
     with pytest.raises(ValueError, match="num_timesteps: 0"):
         GaussianDiffusion(0)

@@ -15,6 +15,7 @@ from vcagen.processes.samplers import (
     LAST_STEPS,
     ddim_sample,
     ddpm_sample,
+    dpmpp_sample,
     ode_sample,
     sde_sample,
 )
@@ -61,6 +62,19 @@ def test_ddpm_of_gaussian_data(num_steps):
 def test_ddim_of_gaussian_data(eta):
     predict = exact_noise(DIFFUSION.respace(250, "ddim"))
     gaussian(lambda noise: ddim_sample(DIFFUSION, predict, noise, num_steps=250, eta=eta, randn_like=draw()))
+
+
+def test_dpmpp_of_gaussian_data_is_of_second_order():
+    """The ODE sends x_T to the data by one line: mean to mean, standard deviation to standard deviation."""
+    noise = torch.tensor([-1.5, -0.3, 0.4, 2.0], dtype=torch.float64).reshape(4, 1, 1, 1)
+    last = DIFFUSION.alphas_cumprod[-1].item()
+    exact = MEAN + STD * (noise - math.sqrt(last) * MEAN) / math.sqrt(last * STD**2 + 1 - last)
+    errors = [
+        (dpmpp_sample(DIFFUSION, exact_noise(DIFFUSION), noise, num_steps=n) - exact).abs().max().item()
+        for n in (20, 40, 80, 160)
+    ]
+    for coarse, fine in pairwise(errors):
+        assert math.log2(coarse / fine) == pytest.approx(2, abs=0.25)
 
 
 @pytest.mark.parametrize("method", ["euler", "heun2", "dopri5"])

@@ -19,6 +19,7 @@ NAMES = [
     "with_cfg",
     "ddpm_sample",
     "ddim_sample",
+    "dpmpp_sample",
     "ode_sample",
     "sde_sample",
     "SAMPLERS",

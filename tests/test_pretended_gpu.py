@@ -51,6 +51,7 @@ VARIANTS = {
 SAMPLERS = {
     "ddpm": {"sampler": "ddpm", "num_steps": 2},
     "ddim": {"sampler": "ddim", "num_steps": 2, "eta": 0.5},
+    "dpmpp": {"sampler": "dpmpp", "num_steps": 2},
     **{f"sde {form}": {"sampler": "sde", "num_steps": 2, "diffusion_form": form} for form in DIFFUSION_FORMS},
     **{f"sde, last {last}": {"sampler": "sde", "num_steps": 2, "last_step": last} for last in LAST_STEPS},
     **{f"ode {method}": {"sampler": "ode", "num_steps": 2, "method": method} for method in FIXED_METHODS},
@@ -210,7 +211,7 @@ def loaded_run(process, vae_folder=None, **sampling):
 
 @pytest.mark.parametrize("options", SAMPLERS.values(), ids=SAMPLERS)
 def test_samplers(gpu, options):
-    run = loaded_run("diffusion" if options["sampler"].startswith("dd") else "flow", cfg_scale=1.5)
+    run = loaded_run("diffusion" if options["sampler"].startswith("d") else "flow", cfg_scale=1.5)
     settings, y = run.sampling(**options), torch.zeros(2, dtype=torch.int64)
     images = run.images(range(2), y, settings=settings, noise=SeededNoise(0))
     assert on_cuda(images)

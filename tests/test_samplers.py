@@ -21,6 +21,7 @@ from vcagen.processes.samplers import (
     Sampler,
     ddim_sample,
     ddpm_sample,
+    dpmpp_sample,
     ode_sample,
     options_in_use,
     sde_sample,
@@ -94,6 +95,47 @@ def test_ddim_equals_the_public_code():
     assert network.calls == 10
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 10])
+def test_dpmpp_equals_algorithm_2_of_its_paper(num_steps):
+    """Written out from arXiv 2211.01095 with r_i = h_{i-1} / h_i, on the times that the network was asked at."""
+    times, outputs, network = [], [], with_cfg(reference_network(), torch.tensor([3, 7]), cfg_scale=1.5, null_label=10)
+
+    def predict(x, t):
+        times.append(t)
+        outputs.append(network(x, t))
+        return outputs[-1]
+
+    noise = start(DIT["ddim_sample_10"])[0]
+    sample = dpmpp_sample(DIFFUSION, predict, noise, num_steps=num_steps)
+    alpha = [DIFFUSION.alphas_cumprod[t].sqrt() for t in times]
+    sigma = [(1 - DIFFUSION.alphas_cumprod[t]).sqrt() for t in times]
+    lam = [(a / s).log() for a, s in zip(alpha, sigma, strict=True)]
+    x, images = noise, []
+    for i in range(num_steps):
+        images.append((x - sigma[i] * outputs[i][:, :4]) / alpha[i])
+        if i == num_steps - 1:
+            break
+        h, direction = lam[i + 1] - lam[i], images[i]
+        if i > 0:
+            r = (lam[i] - lam[i - 1]) / h
+            direction = (1 + 1 / (2 * r)) * images[i] - 1 / (2 * r) * images[i - 1]
+        x = sigma[i + 1] / sigma[i] * x - alpha[i + 1] * ((-h).exp() - 1) * direction
+    close(sample, images[-1], 1e-12)
+
+
+@pytest.mark.parametrize("num_steps", [3, 10, 20])
+def test_dpmpp_equals_the_solver_of_diffusers_on_the_same_times(num_steps):
+    from diffusers import DPMSolverMultistepScheduler
+
+    noise, network = X.float(), lambda x, t: torch.tanh(x.flip(1) + t / 1000).repeat(1, 2, 1, 1)
+    scheduler = DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, beta_schedule="linear")
+    scheduler.set_timesteps(timesteps=DIFFUSION.respace(num_steps, "log_snr").timesteps[::-1])
+    x = noise
+    for t in scheduler.timesteps:
+        x = scheduler.step(network(x, int(t))[:, :4], t, x, return_dict=False)[0]
+    close(dpmpp_sample(DIFFUSION, network, noise, num_steps=num_steps), x, 1e-5)
+
+
 @pytest.mark.parametrize(("name", "method"), [("ode_euler", "euler"), ("ode_heun2", "heun2"), ("ode_dopri5", "dopri5")])
 def test_ode_equals_the_public_code(name, method):
     case = SIT[name]
@@ -125,6 +167,7 @@ def runs(num_steps):
     noise = torch.zeros(1, 1, 1, 1)
     yield lambda predict: ddpm_sample(DIFFUSION, predict, noise, num_steps=num_steps, randn_like=no_noise), 2, num_steps
     yield lambda predict: ddim_sample(DIFFUSION, predict, noise, num_steps=num_steps), 2, num_steps
+    yield lambda predict: dpmpp_sample(DIFFUSION, predict, noise, num_steps=num_steps), 2, num_steps
     for last_step in ("Mean", "none"):
         yield (
             lambda predict, last_step=last_step: sde_sample(
@@ -168,11 +211,14 @@ def test_times_are_integers_of_the_full_schedule_or_floats_of_the_flow():
 
     for sample in all_samplers(predict, X.float(), num_steps=5, sde={"last_step_size": 0.2}):
         sample()
-    ddpm, ddim, ode, sde = (seen[i : i + 5] for i in range(0, 20, 5))
-    assert {type(time) for time in ddpm + ddim} == {int}
+    ddpm, ddim, dpmpp, ode, sde = (seen[i : i + 5] for i in range(0, 25, 5))
+    assert {type(time) for time in ddpm + ddim + dpmpp} == {int}
     assert {type(time) for time in ode + sde} == {float}
     assert ddpm == [999, 749, 500, 250, 0]
     assert ddim == [800, 600, 400, 200, 0]
+    log_snr = DIFFUSION.log_snr
+    wanted = [log_snr[-1].lerp(log_snr[0], i / 5) for i in range(5)]
+    assert dpmpp == [int((log_snr - value).abs().argmin()) for value in wanted]
     assert ode == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
     assert sde == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
 
@@ -182,6 +228,7 @@ def all_samplers(predict, noise, num_steps=6, sde=None, **options):
     twice = lambda x, t: predict(x, t).repeat(1, 2, 1, 1)  # noqa: E731
     yield lambda: ddpm_sample(DIFFUSION, twice, noise, num_steps=num_steps, randn_like=draw(), **options)
     yield lambda: ddim_sample(DIFFUSION, twice, noise, num_steps=num_steps, eta=1.0, randn_like=draw(), **options)
+    yield lambda: dpmpp_sample(DIFFUSION, twice, noise, num_steps=num_steps, **options)
     yield lambda: ode_sample(FLOW, predict, noise, num_steps=num_steps, method="euler", **options)
     yield lambda: sde_sample(FLOW, predict, noise, num_steps=num_steps, randn_like=draw(), **(sde or {}), **options)
 
@@ -222,7 +269,7 @@ def test_no_step_waits_for_the_device():
 
     def count(num_steps, which):
         cfg = {"cfg_scale": 2.0, "null_label": 10, "interval": (0, 500)}
-        predict = with_cfg(lambda x, t, y: x[:, :4].repeat(1, 2 if which < 2 else 1, 1, 1), Y, **cfg)
+        predict = with_cfg(lambda x, t, y: x[:, :4].repeat(1, 2 if which < 3 else 1, 1, 1), Y, **cfg)
         options = {"num_steps": num_steps, "randn_like": no_noise}
         with Reads() as reads:
             if which == 0:
@@ -230,12 +277,14 @@ def test_no_step_waits_for_the_device():
             elif which == 1:
                 ddim_sample(DIFFUSION, predict, X, eta=0.5, **options)
             elif which == 2:
+                dpmpp_sample(DIFFUSION, predict, X, **options)
+            elif which == 3:
                 ode_sample(FLOW, predict, X, method="rk4", **options)
             else:
                 sde_sample(FLOW, predict, X, **options)
         return reads.count
 
-    for which in range(4):
+    for which in range(5):
         assert count(5, which) == count(50, which) <= 10, which
 
 
@@ -298,7 +347,7 @@ def test_impossible_sde_is_refused(options, message):
 
 @pytest.mark.parametrize("num_steps", [0, 1001])
 def test_impossible_step_count_of_a_diffusion_is_refused(num_steps):
-    for sample in (ddpm_sample, ddim_sample):
+    for sample in (ddpm_sample, ddim_sample, dpmpp_sample):
         with pytest.raises(ValueError, match=f"num_steps: {num_steps}; the schedule has 1 to 1000"):
             sample(DIFFUSION, lambda x, t: x, X, num_steps=num_steps, randn_like=no_noise)
 
@@ -330,9 +379,10 @@ def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps, dty
 
 
 def test_samplers_say_their_process_and_options():
-    functions = {"ddpm": ddpm_sample, "ddim": ddim_sample, "sde": sde_sample, "ode": ode_sample}
-    assert {name: sampler.function for name, sampler in SAMPLERS.items()} == functions
-    assert [sampler.process for sampler in SAMPLERS.values()] == ["diffusion", "diffusion", "flow", "flow"]
+    functions = [("ddpm", ddpm_sample), ("ddim", ddim_sample), ("dpmpp", dpmpp_sample), ("sde", sde_sample),
+                 ("ode", ode_sample)]  # fmt: skip
+    assert [(name, sampler.function) for name, sampler in SAMPLERS.items()] == functions
+    assert [sampler.process for sampler in SAMPLERS.values()] == [*["diffusion"] * 3, *["flow"] * 2]
     for sampler in SAMPLERS.values():
         assert isinstance(sampler, Sampler)
         keywords = inspect.signature(sampler.function).parameters.keys() - {"diffusion", "flow", "predict", "noise"}

@@ -184,7 +184,7 @@ class SamplingConfig:
     """How images are made and scored. A run's own `sampling` section takes the place of these defaults."""
 
     sampler: str | None = None
-    """Sampler: ddpm or ddim for diffusion, sde or ode for flow. Default: the first of the process."""
+    """Sampler: ddpm, ddim or dpmpp for diffusion, sde or ode for flow. Default: the first of the process."""
     num_steps: PositiveInt = 250
     """Steps of the sampler; adaptive ODE methods choose their own."""
     method: str = "dopri5"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vcagen.processes.process import Model, check_choice, complete
 
-SPACINGS = ("ddpm", "ddim")
+SPACINGS = ("ddpm", "ddim", "log_snr")
 
 
 class Gaussian(NamedTuple):
@@ -38,8 +38,8 @@ class GaussianDiffusion:
     Attributes:
         num_timesteps: number of kept steps.
         timesteps: their times in the full schedule, increasing; what the network is given.
-        betas, alphas_cumprod, posterior_log_variance: float64 tensors (num_timesteps,); the last with its first entry,
-            which is -infinity, replaced by the second.
+        betas, alphas_cumprod, log_snr, posterior_log_variance: float64 tensors (num_timesteps,); log_snr of the signal
+            and noise in x_t; the last with its first entry, which is -infinity, replaced by the second.
     """
 
     outputs_per_channel = 2
@@ -56,6 +56,7 @@ class GaussianDiffusion:
         alpha_bar = (1 - full_betas).cumprod(0)[self.timesteps]
         alpha_bar_before = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
         self.alphas_cumprod = alpha_bar
+        self.log_snr = alpha_bar.log() - (1 - alpha_bar).log()
         self.betas = 1 - alpha_bar / alpha_bar_before
         variance = self.betas * (1 - alpha_bar_before) / (1 - alpha_bar)
         variance[0] = variance[1] if self.num_timesteps > 1 else self.betas[0]
@@ -75,11 +76,13 @@ class GaussianDiffusion:
         self._host = {name: values.tolist() for name, values in self._schedule.items()}
         self._device: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
-    def respace(self, num_steps: int, spacing: Literal["ddpm", "ddim"] = "ddpm") -> GaussianDiffusion:
+    def respace(self, num_steps: int, spacing: Literal["ddpm", "ddim", "log_snr"] = "ddpm") -> GaussianDiffusion:
         """Keep `num_steps` of the full schedule: the same process, seen at fewer times.
 
         ddpm spreads them evenly from the first to the last and rounds, ddim takes multiples of an integer stride, as
-        the public code; where no stride gives exactly that many, multiples of the fraction, rounded down.
+        the public code; where no stride gives exactly that many, multiples of the fraction, rounded down. log_snr
+        takes the steps nearest to those that divide the range of log_snr evenly, with the noisiest end and without the
+        cleanest; where several fall on one step, the next free ones.
 
         Raises:
             ValueError: fewer than 1 step or more than the schedule has; unknown spacing.
@@ -93,6 +96,12 @@ class GaussianDiffusion:
             kept = list(range(0, full, stride))
             if len(kept) != num_steps:
                 kept = [i * full // num_steps for i in range(num_steps)]
+        elif spacing == "log_snr":
+            log_snr = GaussianDiffusion(full).log_snr  # falling
+            wanted = log_snr[0] + (log_snr[-1] - log_snr[0]) * torch.arange(1, num_steps + 1)[:, None] / num_steps
+            kept = []
+            for i, nearest in enumerate((log_snr - wanted).abs().argmin(1).tolist()):
+                kept.append(min(max(nearest, kept[-1] + 1 if kept else 0), full - num_steps + i))
         else:
             kept, position = [], 0.0
             for _ in range(num_steps):
