@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import yaml
 from helpers import ROOT
@@ -15,7 +16,7 @@ from vcagen.config.options import to_plain
 from vcagen.data.images import open_dataset_images
 from vcagen.networks.cost import Cost
 from vcagen.networks.weights import save_weights
-from vcagen.paper.comparison import compare
+from vcagen.paper.comparison import compare, student_quantile
 from vcagen.paper.digits import DigitAccuracy
 from vcagen.paper.report import report_table, table_text, table_values
 from vcagen.paper.run_results import read_run
@@ -243,11 +244,21 @@ def test_seeds_give_mean_and_spread_and_a_missing_one_is_told(tmp_path):
     assert rows["DiT"]["score"] == 63.0
     assert rows["DiT"]["spread"] == pytest.approx(13**0.5)
     assert rows["DiT + VCA"]["difference"] == -12.0
+    assert rows["DiT + VCA"]["difference_95"] == pytest.approx(4.302653 * 2 / 3**0.5)  # of -10, -12 and -14
+    assert rows["DiT"]["difference_95"] is None
+    assert "| +- 4.97 |" in text
     assert "seed 0, 1, 2" in text
     (tmp_path / "runs" / "dit-vca" / "seed_1" / "samples" / "a" / "results.json").unlink()
     _, rows = report(tmp_path, path)
     assert rows["DiT + VCA"]["marks"] == ["seed 1: no score"]
     assert rows["DiT + VCA"]["difference"] is None
+    assert rows["DiT + VCA"]["difference_95"] is None
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 9, 200])
+def test_quantiles_of_students_t(freedom):
+    expected = scipy.stats.t.ppf([0.6, 0.975], freedom)
+    assert [student_quantile(p, freedom) for p in (0.6, 0.975)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_report_of_a_run(tmp_path, capsys):

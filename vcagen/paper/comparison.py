@@ -6,9 +6,12 @@ marked with the reason, and takes no part in differences.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from vcagen.config.options import Config, flatten, may_change, to_plain
 from vcagen.networks.cost import Cost
@@ -124,6 +127,32 @@ def difference(row: ComparedRow, rows: Sequence[ComparedRow]) -> tuple[float | N
         return None, None
     published = _minus(row.row.published.get("fid"), base.row.published.get("fid"))
     return published, None if row.marks or base.marks else _minus(row.mean, base.mean)
+
+
+def interval(row: ComparedRow, rows: Sequence[ComparedRow]) -> float | None:
+    """Half the width of the 95 % interval of our difference, by Student's t over the pairs of runs of one seed.
+
+    Such a pair shares the noise and the batches of its training and the noise of its images. None below two pairs.
+    """
+    base = next((other for other in rows if other.row.name == row.row.baseline), None)
+    if base is None or difference(row, rows)[1] is None:
+        return None
+    by_seed = {run.seed: run.score.value for run in base.runs if run.score}
+    pairs = [run.score.value - by_seed[run.seed] for run in row.runs if run.score and run.seed in by_seed]
+    if len(pairs) < 2:
+        return None
+    return student_quantile(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t, for a probability of 0.5 to 1.
+
+    The density over u, where t = sqrt(freedom) tan(u), is cos(u)^(freedom - 1) up to a factor.
+    """
+    u = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(u) ** (freedom - 1)
+    area = np.cumsum(density[1:] + density[:-1])  # trapezoids
+    return math.sqrt(freedom) * math.tan(np.interp(2 * probability - 1, area / area[-1], u[1:]))
 
 
 def _minus(a: float | None, b: float | None) -> float | None:

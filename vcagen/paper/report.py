@@ -16,7 +16,7 @@ from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import Cost, measure
 from vcagen.networks.weights import read_metadata
 from vcagen.paper import plots
-from vcagen.paper.comparison import ComparedRow, compare, difference
+from vcagen.paper.comparison import ComparedRow, compare, difference, interval
 from vcagen.paper.run_results import Column, RunResults, Score, read_run
 from vcagen.paper.table import Table, markdown
 from vcagen.system.files import reading, write_json, write_text
@@ -98,6 +98,7 @@ def table_values(title: str, rows: Sequence[ComparedRow], columns: Sequence[Colu
                 "score": row.mean,
                 "spread": row.spread,
                 "difference": ours,
+                "difference_95": interval(row, rows),
                 **{column.title: value for column, value in zip(columns, row.columns, strict=False)},
                 "seconds_per_step": row.seconds_per_step,
                 "marks": row.marks,
@@ -112,8 +113,8 @@ def table_cells(rows: Sequence[ComparedRow], columns: Sequence[Column]) -> tuple
     """Header and cells of a table, without the columns in which no row has anything."""
     names = sorted({row.scores[0].name for row in rows if row.values})
     header = ["network", "params (M)", "published", "GFLOPs", "published", "FID-50K published", "difference published",
-              names[0] if len(names) == 1 else "score", "+-", "difference", *(column.title for column in columns),
-              "ms a step", "runs"]  # fmt: skip
+              names[0] if len(names) == 1 else "score", "+-", "difference", "95 %",
+              *(column.title for column in columns), "ms a step", "runs"]  # fmt: skip
     cells = []
     for row in rows:
         published, ours = difference(row, rows)
@@ -131,6 +132,7 @@ def table_cells(rows: Sequence[ComparedRow], columns: Sequence[Column]) -> tuple
                 f"{_number(row.mean, '#.4g')} {name}".strip() + (mark if row.scores else ""),
                 _number(row.spread, ".3f"),
                 _number(ours, "+#.3g"),
+                "" if (half := interval(row, rows)) is None else f"+- {half:#.3g}",
                 *(_number(value, column.form) for column, value in zip(columns, own, strict=True)),
                 _number(None if row.seconds_per_step is None else 1e3 * row.seconds_per_step, ".1f"),
                 str(len(row.scores) or ""),
@@ -151,6 +153,9 @@ def table_text(title: str, rows: Sequence[ComparedRow], picture: str, columns: S
         parts.append("A difference is the score of a row minus that of its baseline; below 0 the row is better.")
     if any(row.spread is not None for row in rows):
         parts.append("+- is the standard deviation over the runs of a row, which differ in their seed.")
+    if any(interval(row, rows) is not None for row in rows):
+        parts.append("95 % is the interval of the difference, by Student's t over the pairs of runs of one seed, which "
+                     "share batches and noise.")  # fmt: skip
     parts.append(f"![Scores]({picture})")
     if marked := [f"- {row.row.name}: {'; '.join(row.marks)}" for row in rows if row.marks]:
         parts += ["## Not compared (*)", "\n".join(marked)]
