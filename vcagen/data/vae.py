@@ -15,6 +15,7 @@ from vcagen.data.images import from_uint8, to_uint8
 from vcagen.data.latent_scale import SCALE_FIELDS, LatentScale, check_scale
 from vcagen.processes.process import refuse_non_finite
 from vcagen.system.files import few
+from vcagen.system.hub import download, is_hub_name
 from vcagen.system.precision import full_precision
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
@@ -237,7 +238,7 @@ def _from_config(path: str) -> dict[str, Any]:
     from diffusers import AutoencoderKL
 
     with _loading(path):
-        values = AutoencoderKL.load_config(path)
+        values = AutoencoderKL.load_config(_folder(path, "*.json"))
         kind = values.get("_class_name", "AutoencoderKL")
         if kind != "AutoencoderKL":
             raise ValueError(f"it is an {kind}; an AutoencoderKL is needed")
@@ -269,8 +270,11 @@ def _load_vae(path: str) -> Any:
     from diffusers import AutoencoderKL
 
     with _loading(path):
+        folder = _folder(path, "*.json", "*.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            folder = _folder(path, "*.json", "*.bin")
         model, found = AutoencoderKL.from_pretrained(
-            path, torch_dtype=torch.float32, variant=_variant(path), output_loading_info=True
+            folder, torch_dtype=torch.float32, variant=_variant(folder), output_loading_info=True
         )
         for words, names in (("lack", found["missing_keys"]), ("also have", found["unexpected_keys"])):
             if names:
@@ -278,13 +282,26 @@ def _load_vae(path: str) -> Any:
         return model
 
 
-def _variant(path: str) -> str | None:
+def _folder(path: str, *patterns: str) -> Path:
+    """The folder of a VAE, with those files of it where it is on the Hub.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if is_hub_name(path):
+        return download(path, *patterns)
+    if not Path(path).is_dir():
+        raise ValueError("no such folder")
+    return Path(path)
+
+
+def _variant(folder: Path) -> str | None:
     """The variant of a folder that holds its weights only under such a name, as diffusion_pytorch_model.fp16.bin.
 
     Raises:
         ValueError: several variants.
     """
-    names = [file.name.split(".") for file in Path(path).glob("diffusion_pytorch_model.*")]
+    names = [file.name.split(".") for file in folder.glob("diffusion_pytorch_model.*")]
     variants = {name[1] for name in names if len(name) == 3 and name[2] in ("safetensors", "bin")}
     if not variants or any(len(name) == 2 for name in names):
         return None
