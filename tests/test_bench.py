@@ -8,17 +8,22 @@ import sys
 import weakref
 
 import pytest
+import tiny
 import torch
 from accelerate.state import AcceleratorState
 from helpers import ENV, ROOT
 from PIL import Image
 
+import vcagen
 from vcagen.__main__ import JOBS, main
 from vcagen.bench import _timing, train
 from vcagen.build import build_model
 from vcagen.config import command_line
 from vcagen.config.options import ModelConfig, ProcessConfig
 from vcagen.data.latents import DataSpec
+from vcagen.evaluation.evaluate import Evaluator
+from vcagen.evaluation.features import load_extractor
+from vcagen.evaluation.reference import open_reference
 from vcagen.networks.cost import measure
 
 
@@ -233,3 +238,29 @@ def test_gpu_check_gives_options_that_exist(tmp_path):
     for words in jobs:
         name, args = (" ".join(words[:2]), words[2:]) if words[0] == "bench" else (words[0], words[1:])
         command_line.parse(JOBS[name][0], args, prog=name)
+
+
+def test_calls(capsys, tmp_path):
+    tiny.train(tmp_path / "run")
+    command = ["bench", "calls", str(tmp_path / "run"), "--reference", "digits", "--extractor", "pixels",
+               "--num_images", "20", "--batch", "20", "--cfg_scales=[1,2]"]  # fmt: skip
+    main([*command, "--calls=[1]"])
+    assert "rk4" not in capsys.readouterr().out, "one call is no step of four"
+    main([*command, "--calls=[1,4]"])
+    printed = capsys.readouterr().out
+    points = json.loads((tmp_path / "run" / "calls.json").read_text())["points"]
+    found = {(p["sampler"], p["num_steps"], p["cfg_scale"]): (p["calls"], p["value"]) for p in points}
+    assert len(found) == len(points) == 2 * (2 + 5)
+    assert {calls for calls, _ in found.values()} == {1, 4}
+    assert found["ode rk4", 1, 1.0][0] == found["ode heun2", 2, 2.0][0] == found["sde", 4, 1.0][0] == 4
+    run = vcagen.load(tmp_path / "run")
+    images = run.sample("balanced", indices=range(20), batch=20, output="tensor", sampler="ode", method="euler",
+                        num_steps=4, cfg_scale=2.0)  # fmt: skip
+    extractor = load_extractor("pixels")
+    evaluator = Evaluator(extractor, open_reference("digits", extractor), 20)
+    evaluator.update(images, range(20))
+    assert found["ode euler", 4, 2.0][1] == pytest.approx(evaluator.finalize()["metrics"]["fd_pixels_20"])
+    assert re.search(r"\| ode euler, cfg 2 +\|", printed)
+    assert Image.open(tmp_path / "run" / "calls.png").width > 300
+    with pytest.raises(ValueError, match=r"calls\.json: of other weights, images or scores"):
+        main([*command, "--num_images", "30"])

@@ -26,6 +26,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),
     "bench train": (job_options.TrainBenchConfig, "vcagen.bench.train"),
     "bench sample": (job_options.SampleBenchConfig, "vcagen.bench.sample"),
+    "bench calls": (job_options.CallsBenchConfig, "vcagen.bench.calls"),
     "bench vae": (job_options.VaeBenchConfig, "vcagen.bench.vae"),
 }
 """Name -> its options, and the module whose `run` does it; imported when it is called, so that --help is quick."""

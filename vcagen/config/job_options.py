@@ -360,6 +360,39 @@ class VaeBenchConfig:
     """File to write the numbers to as well."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallsBenchConfig:
+    """Score a run over the number of network calls, for every sampler, with and without guidance; resumable.
+
+    vcagen bench calls runs/quickstart --reference digits --extractor pixels
+    """
+
+    positional: ClassVar = "run_dir"
+
+    run_dir: str
+    """Run folder or weights file of ours."""
+    reference: str
+    """Reference of the scores, as that of sample.py."""
+    extractor: str = "inception"
+    """Features of the scores."""
+    calls: list[PositiveInt] = field(default_factory=lambda: [5, 10, 20, 50, 100, 250])
+    """Network calls; a method with several a step makes as many steps as fit."""
+    cfg_scales: list[float] = field(default_factory=lambda: [1.0, 1.5])
+    """Guidance; 1 is off. A guided call sees every image twice."""
+    num_images: PositiveInt = 1000
+    """Images a point, with balanced labels."""
+    batch: PositiveInt = 250
+    """Images a network call."""
+    device: str = "cpu"
+    """Device of the network."""
+    threads: PositiveInt | None = None
+    """CPU threads. Default: as torch finds best."""
+    out: str | None = None
+    """Folder of calls.json and calls.png. Default: the run folder."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
+
+
 @dataclass(frozen=True)
 class KernelsBenchConfig:
     """Time the fused kernels beside the maps and plain flash attention on this GPU, or compile them for any.
