@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import scipy.stats
 import torch
 import yaml
 from helpers import ROOT
+from matplotlib.axes import Axes
 from PIL import Image
 
 from vcagen.__main__ import do
@@ -18,6 +20,7 @@ from vcagen.networks.cost import Cost
 from vcagen.networks.weights import save_weights
 from vcagen.paper.comparison import compare, student_quantile
 from vcagen.paper.digits import DigitAccuracy
+from vcagen.paper.plots import plot_samples, plot_steps
 from vcagen.paper.report import report_table, table_text, table_values
 from vcagen.paper.run_results import read_run
 from vcagen.paper.table import load_table
@@ -253,6 +256,31 @@ def test_seeds_give_mean_and_spread_and_a_missing_one_is_told(tmp_path):
     assert rows["DiT + VCA"]["marks"] == ["seed 1: no score"]
     assert rows["DiT + VCA"]["difference"] is None
     assert rows["DiT + VCA"]["difference_95"] is None
+
+
+def test_scores_over_the_steps_and_samples_of_the_same_noise_are_drawn(tmp_path):
+    path = write_table(tmp_path, ROWS[:2], seeds=[0, 1])
+    for row in load_table(path).rows:
+        for seed in (0, 1):
+            results = {f"{step}": result(60.0 - step / 100, sampling__step=step) for step in (100, 200)}
+            folder = tmp_path / "runs" / row.run / f"seed_{seed}"
+            write_run(folder, row.config(), results)
+            for i in range(3):
+                for step in results:
+                    (folder / "samples" / step / "images").mkdir(exist_ok=True)
+                    colour = (255, 0, 0) if row.run == "dit" else (0, 0, 255)
+                    Image.new("RGB", (4, 4), colour).save(folder / "samples" / step / "images" / f"{i:06d}.png")
+    lines = compared(tmp_path, path)
+    with mock.patch.object(Axes, "errorbar", autospec=True) as drawn:
+        plot_steps(tmp_path / "steps.png", "T", lines)
+    assert [call.args[1:3] for call in drawn.call_args_list] == [((100, 200), [59.0, 58.0])] * 2
+    plot_samples(tmp_path / "samples.png", "T", lines, count=3)
+    with Image.open(tmp_path / "samples.png") as picture:
+        pixels = np.array(picture.convert("RGB"))
+    red, blue = ((pixels == colour).all(2).nonzero()[0] for colour in ((255, 0, 0), (0, 0, 255)))
+    assert len(red) == pytest.approx(len(blue), rel=0.05)
+    assert red.max() < blue.min(), "the rows are one below the other"
+    plot_samples(tmp_path / "none.png", "T", lines, count=4)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 9, 200])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from PIL import Image
 
 from vcagen.paper.comparison import ComparedRow
 from vcagen.training.plots import drawing
@@ -56,6 +60,45 @@ def plot_spread(path: Path, title: str, rows: Sequence[ComparedRow]) -> Path:
             axes.plot([x] * len(row.values), row.values, "k.", markersize=4)
         axes.set_xticks(range(len(rows)), [row.row.name for row in rows], rotation=30, ha="right", fontsize=8)
         axes.set(ylabel=rows[0].scores[0].name if rows else "score", title=title)
+    return path
+
+
+def plot_steps(path: Path, title: str, rows: Sequence[ComparedRow]) -> Path:
+    """Scores over the training steps, of all evaluations that are called as the newest: mean and range of the runs."""
+    with drawing(path, 8, 4.5) as axes:
+        for row in rows:
+            by_step: dict[int, list[float]] = {}
+            for run in row.runs:
+                for score in run.scores:
+                    if score.name == run.scores[0].name and score.facts.get("step") is not None:
+                        by_step.setdefault(score.facts["step"], []).append(score.value)
+            if by_step and not row.marks:
+                steps, values = zip(*sorted(by_step.items()), strict=True)
+                means = [statistics.fmean(found) for found in values]
+                ends = [[m - min(found) for m, found in zip(means, values, strict=True)],
+                        [max(found) - m for m, found in zip(means, values, strict=True)]]  # fmt: skip
+                axes.errorbar(steps, means, yerr=ends, marker=_style(row)[2], color=_style(row)[1], capsize=3,
+                              linestyle="--" if row.row.baseline is None else "-", label=row.row.name)  # fmt: skip
+        axes.set(xlabel="training steps", ylabel="score", title=title, yscale="log")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    return path
+
+
+def plot_samples(path: Path, title: str, rows: Sequence[ComparedRow], count: int = 20) -> Path:
+    """The first images of the first run of every row, one below the other: image i of all comes from the same noise."""
+    strips = {}
+    for row in rows:
+        files = [score.folder / "images" / f"{i:06d}.png" for score in row.scores[:1] for i in range(count)]
+        if files and all(file.exists() for file in files):
+            strips[row.row.name] = np.concatenate([np.asarray(Image.open(file).convert("RGB")) for file in files], 1)
+    height, width, _ = max((strip.shape for strip in strips.values()), default=(1, count, 3))
+    with drawing(path, 11, 0.6 + 9.5 * max(len(strips), 1) * height / width) as axes:
+        axes.grid(visible=False)
+        for i, strip in enumerate(strips.values()):
+            axes.imshow(strip, extent=(0, count, -i - 1, -i), interpolation="nearest")
+        axes.set(xlim=(0, count), ylim=(-max(len(strips), 1), 0), title=title, xticks=[])
+        axes.set_yticks([-i - 0.5 for i in range(len(strips))], list(strips), fontsize=8)
     return path
 
 

@@ -27,6 +27,8 @@ from vcagen.training.plots import plot_losses
 def report_table(table: Table, name: str, runs: str | Path, out: str | Path, *, score: str | None = None) -> str:
     """Write NAME.md, .json and .png of a table and the runs below `runs` into `out`; returns the Markdown.
 
+    Of a table with seeds also NAME_steps.png, scores over the steps, and NAME_samples.png, images of the same noise.
+
     Raises:
         ValueError: a network that cannot be built, a column that does not exist, or a damaged file of a run.
     """
@@ -40,6 +42,9 @@ def report_table(table: Table, name: str, runs: str | Path, out: str | Path, *, 
     ]
     rows, out = compare(table, costs, groups), Path(out)
     (plots.plot_spread if table.seeds else plots.plot_pairs)(out / f"{name}.png", table.title, rows)
+    if table.seeds:
+        plots.plot_steps(out / f"{name}_steps.png", table.title, rows)
+        plots.plot_samples(out / f"{name}_samples.png", table.title, rows)
     text = table_text(table.title, rows, f"{name}.png", columns)
     write_json(out / f"{name}.json", table_values(table.title, rows, columns))
     write_text(out / f"{name}.md", text)
