@@ -13,6 +13,7 @@ __version__ = "0.2.0"
 _ROOMS = {
     "networks.attention": ("ATTENTION", "VisualContrastAttention"),
     "networks.dit": ("DiT",),
+    "networks.maps": ("contrast_maps",),
     "processes": ("PROCESSES",),
     "processes.diffusion": ("GaussianDiffusion",),
     "processes.flow": ("LinearInterpolant",),

@@ -10,7 +10,10 @@ from typing import Any
 from vcagen.system.files import atomic_file
 from vcagen.training.metrics_log import read_log
 
-NOT_LOSSES = ("step", "grad_norm", "learning_rate", "images_per_second", "memory_bytes", "seconds")
+NOT_LOSSES = (
+    "step", "grad_norm", "learning_rate", "images_per_second", "memory_bytes", "seconds", "contrast_stage1",
+    "contrast_stage2",
+)  # fmt: skip
 """What a line of metrics.jsonl holds beside the loss and its parts."""
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vcagen.data.latents import MomentsDataset, collate_whole
 from vcagen.data.vae import LatentVAE
 from vcagen.networks.cost import activation_bytes, measure, state_bytes
 from vcagen.networks.dit import DiT
+from vcagen.networks.maps import mean_contrast
 from vcagen.processes.process import Process
 from vcagen.sampling.image_store import PREVIEW, save_grid
 from vcagen.sampling.load_run import LoadedRun
@@ -39,6 +41,8 @@ from vcagen.training.randomness import DrawsAhead, StepDraws, StepSampler, draw,
 
 PREVIEW_BATCH = 16
 """So many images of a preview are made at once: the VAE's decoder takes more memory than a training step leaves."""
+CONTRAST_IMAGES = 8
+"""So many images tell how far the streams of VCA differ."""
 
 
 def local_part(batch_size: int, rank: int, world_size: int) -> slice:
@@ -232,8 +236,33 @@ class Trainer:
             self.step,
             grad_norm=norm if math.isfinite(norm) else None,  # fp16 overflows, and JSON has no infinity
             learning_rate=self.config.train.learning_rate,
+            **self.contrast(),
         )
         bar.set_postfix(loss=f"{line['loss']:.4f}", images_per_s=f"{line['images_per_second']:.1f}")
+
+    def contrast(self) -> dict[str, float | None]:
+        """How far the streams of VCA differ (`mean_contrast`), on the main process; not under FSDP.
+
+        Always on the same images, times and noise: a function of weights and seed alone.
+        """
+        if not self.accelerator.is_main_process or self.accelerator.is_fsdp2 or self.config.model.attention != "vca":
+            return {}
+        x_start, y, draws = self._contrast_inputs
+        found = mean_contrast(
+            self.network, lambda: self.process.losses(self.network, x_start, y, t=draws.t, noise=draws.noise)
+        )
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+    @cached_property
+    def _contrast_inputs(self) -> tuple[Tensor, Tensor, StepDraws]:
+        """Images evenly spaced in the set, their labels, and draws of their own."""
+        data, count = self.dataset.spec, min(CONTRAST_IMAGES, len(self.dataset))
+        items = [(i * len(self.dataset) // count, False) for i in range(count)]
+        moments, y = self.dataset.__getitems__(items)
+        draws = draw(
+            self.config.seed, -1, count, (data.channels, data.height, data.width), self.process, 0.0
+        ).to(self.device)  # fmt: skip
+        return self.vae.sample(moments.to(self.device), draws.posterior), y.to(self.device), draws
 
     def _progress(self) -> tqdm[Any]:
         return tqdm(

@@ -1,0 +1,158 @@
+"""Where Visual-Contrast Attention looks: the maps of both stages, computed beside the forward pass.
+
+Symbols as in `attention.py`: N batch, M heads, T tokens, d width of a head, n contrast tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from vcagen.networks.attention import VisualContrastAttention, split_qkv
+
+
+@dataclass(frozen=True)
+class StageMaps:
+    """The attention of one stage. Each row is a softmax: it sums to one."""
+
+    positive: Tensor
+    """A+: (N, M, n, T) in Stage I, (N, M, T, n) in Stage II. The first map of a differential stage, the one map of a
+    vanilla stage."""
+    negative: Tensor | None
+    """A-, of the same shape; None of a vanilla stage."""
+    lambda_: float
+    """What A- is multiplied by before it is taken away; 0 of a vanilla stage."""
+
+    @property
+    def difference(self) -> Tensor:
+        """A+ - lambda A-, which the stage applies to its values."""
+        return self.positive if self.negative is None else self.positive - self.lambda_ * self.negative
+
+    @property
+    def contrast(self) -> Tensor | None:
+        """Mean |A+ - A-| over mean A+: 0 where both streams look alike, at most 2. None of a vanilla stage."""
+        return None if self.negative is None else (self.positive - self.negative).abs().mean() / self.positive.mean()
+
+
+@dataclass(frozen=True)
+class ContrastMaps:
+    """The maps of one layer at one input."""
+
+    stage1: StageMaps
+    stage2: StageMaps
+    scale: Tensor
+    """What the norm between the stages multiplies each contrast token by, without its d weights: (N, M, n)."""
+
+    def through(self, queries: slice | Sequence[int] = slice(None)) -> Tensor:
+        """Which tokens these queries take values from, through both stages, of either sign: (N, M, queries, T).
+
+        D2 diag(scale) D1, where D is A+ - lambda A-: the linear map from the values, multiplied by the weights of the
+        norm between the stages, to the heads' output before the last norm.
+        """
+        return (self.stage2.difference[:, :, queries] * self.scale.unsqueeze(-2)) @ self.stage1.difference
+
+
+@torch.no_grad()
+def contrast_maps(attn: VisualContrastAttention, x: Tensor) -> ContrastMaps:
+    """The maps of a layer at its input x (N, T, D), in the precision of its weights, whatever autocast does.
+
+    They are checked against `attend`, whose output they must give.
+
+    Raises:
+        ValueError: a token count that does not fit the grid.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        q, k, v = _qkv(attn, x)
+        out = attn.attend(q, k, v)
+        stage1, stage2 = _stages(attn, q, k)
+        values = stage1.difference.to(v.dtype) @ v  # (N, M, n, d)
+        scale = torch.ones_like(values[..., 0])
+        if attn.norm1 is not None:
+            squares = values.to(stage1.positive.dtype).square().mean(-1)
+            scale = (1 - attn.lambda_init) * (squares + (attn.norm1.eps or 0.0)).rsqrt()
+            values = attn._normalise(values, attn.norm1).to(v.dtype)
+        again = stage2.difference.to(v.dtype) @ values
+        if attn.norm2 is not None:
+            again = attn._normalise(again, attn.norm2).to(v.dtype)
+    rounded = v.dtype.itemsize < 4 or (v.is_cuda and torch.backends.cuda.matmul.allow_tf32)
+    error = (again - out).abs().max() / out.abs().max()
+    assert error <= (2e-2 if rounded else 1e-5), f"the maps are not those of attend: {error:.1e} apart"
+    return ContrastMaps(stage1, stage2, scale)
+
+
+@contextmanager
+def watching(network: nn.Module, see: Callable[[str, VisualContrastAttention, Tensor], None]) -> Iterator[None]:
+    """Call see(name, layer, its input (N, T, D)) whenever a layer of VCA in the network is about to be called."""
+
+    def hook(name: str, layer: VisualContrastAttention) -> RemovableHandle:
+        return layer.register_forward_pre_hook(lambda _, inputs: see(name, layer, inputs[0]))
+
+    handles = [
+        hook(name, layer) for name, layer in network.named_modules() if isinstance(layer, VisualContrastAttention)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def mean_contrast(network: nn.Module, call: Callable[[], object]) -> dict[str, float]:
+    """How far the streams differ while `call` runs the network: `StageMaps.contrast`, the mean over its layers.
+
+    Returns:
+        contrast_stage1 and contrast_stage2, each as far as a layer has two streams there.
+    """
+    seen: dict[str, list[Tensor]] = {}
+
+    def see(name: str, attn: VisualContrastAttention, x: Tensor) -> None:
+        with torch.autocast(x.device.type, enabled=False):
+            q, k, _ = _qkv(attn, x)
+            for key, stage in zip(("contrast_stage1", "contrast_stage2"), _stages(attn, q, k), strict=True):
+                if (contrast := stage.contrast) is not None:
+                    seen.setdefault(key, []).append(contrast)
+
+    with watching(network, see):
+        call()
+    return {key: float(torch.stack(values).mean()) for key, values in seen.items()}
+
+
+def _qkv(attn: VisualContrastAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = attn.qkv(x.to(attn.qkv.weight.dtype))
+    return split_qkv(rearrange(qkv, "n t (three m d) -> n t three m d", three=3, m=attn.num_heads))
+
+
+def _stages(attn: VisualContrastAttention, q: Tensor, k: Tensor) -> tuple[StageMaps, StageMaps]:
+    """The maps of both stages for queries and keys (N, M, T, d), in float32 or better."""
+    pooled = attn._pool(q)  # (N, M, n, d)
+    scaled = attn._streams(pooled)
+    positive, negative = (scaled * attn.head_dim**0.5).chunk(2, dim=-2)  # t+ and t-, as the paper has them
+    return (
+        _stage(attn, attn.stage1, attn.lambda1, pooled, k, [(positive, k), (negative, k)]),
+        _stage(attn, attn.stage2, attn.lambda2, q, pooled, [(q, positive), (q, negative)]),
+    )
+
+
+def _stage(
+    attn: VisualContrastAttention, kind: str, vectors: Tensor | None, rows: Tensor, columns: Tensor,
+    streams: Iterable[tuple[Tensor, Tensor]],
+) -> StageMaps:  # fmt: skip
+    """The maps of one stage: of its streams, or of its rows and columns where it is vanilla or differential."""
+    if vectors is None:
+        return StageMaps(_softmax(rows, columns), None, 0.0)
+    if kind == "differential":
+        streams = zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)
+    positive, negative = (_softmax(*pair) for pair in streams)
+    return StageMaps(positive, negative, float(attn._lambda(vectors)))
+
+
+def _softmax(rows: Tensor, columns: Tensor) -> Tensor:
+    logits = (rows * rows.shape[-1] ** -0.5) @ columns.mT
+    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
