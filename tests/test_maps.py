@@ -1,11 +1,21 @@
 """The maps of Visual-Contrast Attention against its output and the equations, their pages, their trace in the log."""
 
+import itertools
+
+import numpy as np
 import pytest
 import tiny
 import torch
-from helpers import close
+from helpers import close, random_pictures
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
 from test_attention import VARIANTS, layer, name_of
 
+import vcagen
+from vcagen import __main__
+from vcagen.jobs import maps as job
+from vcagen.jobs.map_pages import COLUMNS, Input, preference
 from vcagen.networks.maps import contrast_maps, mean_contrast
 
 VCA = [variant for variant in VARIANTS if variant[0] == "vca"]
@@ -93,3 +103,130 @@ def test_the_log_tells_the_contrast_of_vca_runs(tmp_path):
     assert tiny.same_state(tiny.state(tmp_path / "vca", 6), tiny.state(tmp_path / "seldom", 6))
     tiny.train(tmp_path / "plain", model__attention="mhsa", model__attention_options={})
     assert "contrast_stage1" not in tiny.metrics(tmp_path / "plain")[0]
+
+
+def inputs_and_maps(side, channels, blocks, **options):
+    """Two inputs with long names, and the maps of layers on a grid of that side."""
+    pictures = random_pictures(2, 4 * side, channels=channels).permute(0, 2, 3, 1).numpy()
+    found = {}
+    for block in range(blocks):
+        attn, x = layer(("vca", {"contrast_grid": (4, 4), **options}), grid=(side, side))
+        found[f"block {20 + block}"] = contrast_maps(attn, x + 0.1 * block)
+    names = ("grey whale, a...\nt = 0.05", "class 999\nt = 999")
+    return [Input(name, picture, picture) for name, picture in zip(names, pictures, strict=True)], found
+
+
+def texts_of(figure):
+    """Text and rectangle of whatever is written on a page, once it is drawn."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("side", "channels", "blocks", "head", "options"),
+    [
+        (4, 1, COLUMNS, None, {}),
+        (32, 3, 1, 1, {"num_prefix_tokens": 1}),
+        (16, 3, 1, None, {"stage1": "vanilla", "stage2": "vanilla"}),
+    ],
+)
+def test_pages_are_legible(side, channels, blocks, head, options):
+    """No text is cut at the edge or lies over another, and none is below 8 points where 8 inches are 800 pixels."""
+    inputs, maps = inputs_and_maps(side, channels, blocks, **options)
+    made = dict(itertools.islice(job.pages(inputs, maps, (side - 1, 1), head), 2))
+    assert [*made] == (["query_block_20"] if "stage1" in options else ["contrast", "query_block_20"])
+    for figure in made.values():
+        assert figure.get_figwidth() <= 8
+        texts = texts_of(figure)
+        assert {"query", "input"} & {text for text, _ in texts}
+        for text, box in texts:
+            inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+            assert inside, text
+        for (text, box), (other, its_box) in itertools.combinations(texts, 2):
+            assert not box.overlaps(its_box), (text, other)
+        assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 8
+
+
+def test_the_colours_of_a_patch_are_its_preference():
+    inputs, maps = inputs_and_maps(4, 1, 1)
+    name, figure = next(job.pages(inputs, maps, (0, 0)))
+    assert name == "contrast"
+    (layer_maps,) = maps.values()
+    one = layer_maps.stage1
+    positive, negative = (a.mean(1).sum(1).reshape(2, 4, 4) for a in (one.positive, one.negative))
+    expected = (2 * (positive - negative) / (positive + negative)).detach().numpy()
+    assert np.allclose(preference(layer_maps), expected, atol=1e-6)
+    shown = [axis.images[0].get_array() for axis in figure.axes if axis.images][2 - 1 :: 2]
+    assert np.allclose(np.stack(shown), expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A tiny trained VCA-SiT with two blocks."""
+    folder = tmp_path_factory.mktemp("maps") / "run"
+    tiny.train(folder, train__steps=2, model__depth=2)
+    return folder
+
+
+def maps_of(*arguments):
+    __main__.main(["maps", *map(str, arguments)])
+
+
+def test_many_blocks_are_several_pages():
+    inputs, maps = inputs_and_maps(4, 1, COLUMNS + 1)
+    made = dict(itertools.islice(job.pages(inputs, maps, (0, 0)), 2))
+    assert [*made] == ["contrast_1", "contrast_2"]
+    assert [axis.get_title() for axis in made["contrast_2"].axes if axis.get_title()] == ["input", "block 26"]
+
+
+def test_pages_of_a_run(run):
+    maps_of(run, "--labels=3,7,3", "--times=0.5", "--block=1", "--query=3,0", "--num_steps=2")
+    assert sorted(file.name for file in (run / "maps").iterdir()) == ["contrast.png", "query_block_1.png"]
+    assert all(Image.open(file).width > 700 for file in (run / "maps").iterdir())
+    loaded = vcagen.load(run)
+    latents = torch.randn(2, *loaded.latent_shape)
+    inputs, maps = job.look(loaded, latents, torch.tensor([3, 7]), [0.0, 1.0])
+    assert [one.name for one in inputs] == ["class 3\nt = 0", "class 3\nt = 1", "class 7\nt = 0", "class 7\nt = 1"]
+    assert np.array_equal(inputs[3].picture, inputs[3].clean)
+    assert not np.array_equal(inputs[2].picture, inputs[2].clean)
+    assert [len(layer_maps.scale) for layer_maps in maps.values()] == [4, 4]
+    alone, _ = job.look(loaded, latents[:1], torch.tensor([3]), [0.0])
+    assert np.array_equal(alone[0].picture, inputs[0].picture)
+
+
+def test_times_of_a_diffusion_are_whole(tmp_path):
+    tiny.train(tmp_path, train__steps=1, process__name="diffusion")
+    maps_of(tmp_path, "--labels=1", "--num_steps=2", f"--out={tmp_path / 'out'}")
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    with pytest.raises(ValueError, match=r"times: 0\.2; needs whole numbers from 0 to 999"):
+        maps_of(tmp_path, "--times=0.2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--labels=ten"], "labels: 'ten' is not a class"),
+        (["--labels=random"], "labels: random; give labels"),
+        (["--times=2"], "times: 2; needs numbers from 0 to 1"),
+        (["--times=early"], "times: early; needs numbers"),
+        (["--block=2"], "block: 2; the network has 0 to 1"),
+        (["--block=last"], "block: last; the network has 0 to 1"),
+        (["--query=4,0"], "query: 4,0; the network has 0 to 3 and 0 to 3"),
+        (["--query=1"], "query: 1; the network has"),
+        (["--head=2"], "head: 2; the network has 0 to 1"),
+    ],
+)
+def test_what_is_not_there_is_named(run, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        maps_of(run, *arguments)
+
+
+def test_no_maps_without_vca_or_a_run(tmp_path):
+    tiny.train(tmp_path / "plain", train__steps=1, model__attention="mhsa", model__attention_options={})
+    with pytest.raises(ValueError, match="attention: mhsa; only vca has"):
+        maps_of(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "maps").exists()
+    with pytest.raises(OSError, match="nowhere"):
+        maps_of(tmp_path / "nowhere")

@@ -78,7 +78,7 @@ def test_stops_in_the_middle_of_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(ImageDataset, "__getitems__", lambda self, items: seen.append(items) or read(self, items))
     options = {"data__path": str(tmp_path / "images"), "data__from_images": True, "data__images__image_size": 8,
                "vae__path": "identity", "train__batch_size": 5, "data__horizontal_flip": True,
-               "data__num_workers": 0}  # fmt: skip
+               "data__num_workers": 0, "model__attention": "mhsa", "model__attention_options": {}}  # fmt: skip
     runs = {}
     for name, stops in (("whole", [18]), ("eight", [8, 18]), ("six", [6, 18])):
         seen.clear()

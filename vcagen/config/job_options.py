@@ -29,6 +29,46 @@ class InspectConfig:
 
 
 @dataclass(frozen=True)
+class MapsConfig:
+    """Draw where the two streams of a run's Visual-Contrast Attention look, on images that the run makes.
+
+    vcagen maps runs/quickstart --labels 3,7 --times 0.2,0.8 --block 2 --query 1,2
+    """
+
+    positional: ClassVar = "source"
+
+    source: str
+    """Run folder, or weights file of ours."""
+    labels: str | None = None
+    """Labels or class names of the images, commas between. Default: the first two."""
+    times: str | None = None
+    """Times of the noise on them, commas between: 0 (noise) to 1 of flow, 0 (clean) to 999 of diffusion. Default: a
+    fifth and four fifths of that."""
+    block: str = "all"
+    """all, or blocks from 0, commas between."""
+    query: str | None = None
+    """Row and column, from 0, of the patch whose attention is drawn. Default: the middle."""
+    head: NonNegativeInt | None = None
+    """Head, from 0. Default: the mean over heads."""
+    seed: NonNegativeInt = 0
+    """Seed of the images and of the noise."""
+    num_steps: PositiveInt | None = None
+    """Steps of the sampler. Default: the run's own."""
+    weights: str | None = None
+    """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
+    step: NonNegativeInt | None = None
+    """Step of the checkpoint. Default: the newest."""
+    vae: str | None = None
+    """VAE to decode with, where it is not where the weights say."""
+    device: str = "cpu"
+    """Device of the network: cpu or cuda."""
+    out: str | None = None
+    """Folder of the pages. Default: maps/ in the run folder, or beside the file."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """Write one weights file of a run, with all that sampling needs in it.
 

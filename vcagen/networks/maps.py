@@ -46,6 +46,10 @@ class ContrastMaps:
 
     stage1: StageMaps
     stage2: StageMaps
+    grid_size: tuple[int, int]
+    """(H, W) of the tokens; those before the last H * W are prefix tokens."""
+    contrast_grid: tuple[int, int]
+    """(h, w) of the contrast tokens."""
     scale: Tensor
     """What the norm between the stages multiplies each contrast token by, without its d weights: (N, M, n)."""
 
@@ -83,7 +87,7 @@ def contrast_maps(attn: VisualContrastAttention, x: Tensor) -> ContrastMaps:
     rounded = v.dtype.itemsize < 4 or (v.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     error = (again - out).abs().max() / out.abs().max()
     assert error <= (2e-2 if rounded else 1e-5), f"the maps are not those of attend: {error:.1e} apart"
-    return ContrastMaps(stage1, stage2, scale)
+    return ContrastMaps(stage1, stage2, attn.grid_size, attn.contrast_grid, scale)
 
 
 @contextmanager

@@ -77,6 +77,20 @@ class LoadedRun:
         return settings
 
     @torch.no_grad()
+    def latents(
+        self, indices: Sequence[int], y: Tensor, *, settings: SamplingConfig, noise: SeededNoise
+    ) -> Tensor:  # fmt: skip
+        """Latents (N, C, h, w) of the images of these indices and labels y (N,), in one batch."""
+        start = noise.initial(indices, self.latent_shape, self.vae.device)  # (N, C, h, w), from (seed, index) alone
+        predict = with_cfg(
+            self.network, y.to(self.vae.device), cfg_scale=settings.cfg_scale, null_label=self.null_label,
+            guided_channels=settings.guided_channels, interval=settings.cfg_interval,
+        )  # fmt: skip
+        sampler = build_sampler(settings)
+        with matrix_products(tf32=self.tf32):
+            return sampler(self.process, predict, start, randn_like=noise.of_steps(indices))
+
+    @torch.no_grad()
     def images(
         self,
         indices: Sequence[int],
@@ -91,16 +105,8 @@ class LoadedRun:
         Raises:
             ValueError: NaN or infinity in an image, by index.
         """
-        start = noise.initial(indices, self.latent_shape, self.vae.device)  # (N, C, h, w), from (seed, index) alone
-        predict = with_cfg(
-            self.network, y.to(self.vae.device), cfg_scale=settings.cfg_scale, null_label=self.null_label,
-            guided_channels=settings.guided_channels, interval=settings.cfg_interval,
-        )  # fmt: skip
-        sampler = build_sampler(settings)
         try:
-            with matrix_products(tf32=self.tf32):
-                latents = sampler(self.process, predict, start, randn_like=noise.of_steps(indices))
-            return self.vae.decode(latents, batch=decode_batch)
+            return self.vae.decode(self.latents(indices, y, settings=settings, noise=noise), batch=decode_batch)
         except NonFiniteError as error:
             raise ValueError(f"image {indices[error.rows[0]]}: {error}; nothing is written of its chunk") from error
 
