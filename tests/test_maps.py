@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from helpers import close, random_pictures
+from helpers import close, random_pictures, readme_block
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
@@ -67,6 +67,20 @@ def test_maps_are_those_of_the_equations():
     negative = (q @ (bins + attn.negative_embedding[0]).T / d**0.5).softmax(-1)
     close(maps.stage1.positive[0, 0], positive.detach())
     close(maps.stage2.negative[0, 0], negative.detach())
+
+
+def test_a_grid_may_come_with_the_call():
+    attn, _ = layer(("vca", {"value_conv": True, "num_prefix_tokens": 1}))
+    x = torch.randn(2, 1 + 6 * 3, 16)
+    q, k, v = heads(attn, x)
+    maps = contrast_maps(attn, x, (6, 3))
+    assert maps.grid_size == (6, 3)
+    close(attn._normalise(maps.through() @ (v * attn.norm1.weight), attn.norm2), attn.attend(q, k, v, (6, 3)), 1e-5)
+    with pytest.raises(ValueError, match="grid_size: 4 x 4"):
+        contrast_maps(attn, x)
+    for call in (lambda: attn(x, (6, 3)), lambda: attn(x, grid_size=(6, 3))):
+        contrast = float(maps.stage1.contrast)
+        assert mean_contrast(attn, call)["contrast_stage1"] == pytest.approx(contrast)
 
 
 def test_precision_is_that_of_the_weights():
@@ -160,6 +174,18 @@ def test_the_colours_of_a_patch_are_its_preference():
     assert np.allclose(preference(layer_maps), expected, atol=1e-6)
     shown = [axis.images[0].get_array() for axis in figure.axes if axis.images][2 - 1 :: 2]
     assert np.allclose(np.stack(shown), expected, atol=1e-6)
+
+
+def test_the_snippet_of_the_page(capsys):
+    lines = readme_block("maps", "docs/maps.md")
+    exec("\n".join(lines), {})
+    printed = capsys.readouterr().out.splitlines()
+    for line, told in zip(printed, (line.split("  # ")[1] for line in lines if "  # " in line), strict=True):
+        assert (
+            line.replace("torch.Size([", "(")
+            .replace("])", ")")
+            .startswith(told.split(" and how")[0].replace("), (", ") ("))
+        )
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vcagen.config.job_options import MapsConfig
 from vcagen.jobs.map_pages import COLUMNS, Input, contrast_page, query_page
 from vcagen.networks.attention import VisualContrastAttention
-from vcagen.networks.maps import ContrastMaps, contrast_maps, watching
+from vcagen.networks.maps import ContrastMaps, Grid, contrast_maps, watching
 from vcagen.sampling.load_run import LoadedRun, load
 from vcagen.sampling.noise import LabelRule, SeededNoise
 from vcagen.system.files import atomic_file
@@ -92,8 +92,8 @@ def look(
         seen.append(x_t)
         return run.network(x_t, t, labels)
 
-    def see(_: str, layer: VisualContrastAttention, tokens: Tensor) -> None:
-        found[name_of[layer]] = contrast_maps(layer, tokens)
+    def see(layer: VisualContrastAttention, tokens: Tensor, grid_size: Grid) -> None:
+        found[name_of[layer]] = contrast_maps(layer, tokens, grid_size)
 
     assert isinstance(run.network, nn.Module)
     with torch.no_grad(), watching(run.network, see):

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vcagen.networks.attention import VisualContrastAttention, split_qkv
+
+Grid = tuple[int, int] | None
+"""(H, W) of tokens, or None for that of the layer."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,10 @@ class ContrastMaps:
 
 
 @torch.no_grad()
-def contrast_maps(attn: VisualContrastAttention, x: Tensor) -> ContrastMaps:
+def contrast_maps(attn: VisualContrastAttention, x: Tensor, grid_size: Grid = None) -> ContrastMaps:
     """The maps of a layer at its input x (N, T, D), in the precision of its weights, whatever autocast does.
+
+    `grid_size` (H, W) is that of these tokens, where it is not that of the layer.
 
     They are checked against `attend`, whose output they must give.
 
@@ -73,8 +78,8 @@ def contrast_maps(attn: VisualContrastAttention, x: Tensor) -> ContrastMaps:
     """
     with torch.autocast(x.device.type, enabled=False):
         q, k, v = _qkv(attn, x)
-        out = attn.attend(q, k, v)
-        stage1, stage2 = _stages(attn, q, k)
+        out = attn.attend(q, k, v, grid_size)
+        stage1, stage2 = _stages(attn, q, k, grid_size)
         values = stage1.difference.to(v.dtype) @ v  # (N, M, n, d)
         scale = torch.ones_like(values[..., 0])
         if attn.norm1 is not None:
@@ -87,19 +92,20 @@ def contrast_maps(attn: VisualContrastAttention, x: Tensor) -> ContrastMaps:
     rounded = v.dtype.itemsize < 4 or (v.is_cuda and torch.backends.cuda.matmul.allow_tf32)
     error = (again - out).abs().max() / out.abs().max()
     assert error <= (2e-2 if rounded else 1e-5), f"the maps are not those of attend: {error:.1e} apart"
-    return ContrastMaps(stage1, stage2, attn.grid_size, attn.contrast_grid, scale)
+    return ContrastMaps(stage1, stage2, grid_size or attn.grid_size, attn.contrast_grid, scale)
 
 
 @contextmanager
-def watching(network: nn.Module, see: Callable[[str, VisualContrastAttention, Tensor], None]) -> Iterator[None]:
-    """Call see(name, layer, its input (N, T, D)) whenever a layer of VCA in the network is about to be called."""
+def watching(
+    network: nn.Module, see: Callable[[VisualContrastAttention, Tensor, Grid], None]
+) -> Iterator[None]:  # fmt: skip
+    """Call see(layer, its input (N, T, D), grid) whenever a layer of VCA in the network is about to be called."""
 
-    def hook(name: str, layer: VisualContrastAttention) -> RemovableHandle:
-        return layer.register_forward_pre_hook(lambda _, inputs: see(name, layer, inputs[0]))
+    def hook(layer: VisualContrastAttention, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        see(layer, given[0], given[1] if len(given) > 1 else named.get("grid_size"))
 
-    handles = [
-        hook(name, layer) for name, layer in network.named_modules() if isinstance(layer, VisualContrastAttention)
-    ]
+    layers = [layer for layer in network.modules() if isinstance(layer, VisualContrastAttention)]
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
@@ -116,10 +122,10 @@ def mean_contrast(network: nn.Module, call: Callable[[], object]) -> dict[str, f
     """
     seen: dict[str, list[Tensor]] = {}
 
-    def see(name: str, attn: VisualContrastAttention, x: Tensor) -> None:
+    def see(attn: VisualContrastAttention, x: Tensor, grid_size: Grid) -> None:
         with torch.autocast(x.device.type, enabled=False):
             q, k, _ = _qkv(attn, x)
-            for key, stage in zip(("contrast_stage1", "contrast_stage2"), _stages(attn, q, k), strict=True):
+            for key, stage in zip(("contrast_stage1", "contrast_stage2"), _stages(attn, q, k, grid_size), strict=True):
                 if (contrast := stage.contrast) is not None:
                     seen.setdefault(key, []).append(contrast)
 
@@ -133,9 +139,9 @@ def _qkv(attn: VisualContrastAttention, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return split_qkv(rearrange(qkv, "n t (three m d) -> n t three m d", three=3, m=attn.num_heads))
 
 
-def _stages(attn: VisualContrastAttention, q: Tensor, k: Tensor) -> tuple[StageMaps, StageMaps]:
+def _stages(attn: VisualContrastAttention, q: Tensor, k: Tensor, grid_size: Grid) -> tuple[StageMaps, StageMaps]:
     """The maps of both stages for queries and keys (N, M, T, d), in float32 or better."""
-    pooled = attn._pool(q)  # (N, M, n, d)
+    pooled = attn._pool(q, grid_size)  # (N, M, n, d)
     scaled = attn._streams(pooled)
     positive, negative = (scaled * attn.head_dim**0.5).chunk(2, dim=-2)  # t+ and t-, as the paper has them
     return (
