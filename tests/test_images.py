@@ -20,10 +20,10 @@ from vcagen.data.images import (
     open_images,
     read_batches,
     read_image,
-    read_pixels,
     refuse_bad,
     refuse_lost_classes,
     scan_images,
+    to_pixels,
     to_uint8,
 )
 
@@ -81,7 +81,7 @@ def left_right(path, left, right, mode, **options):
 )
 def test_colour_modes(tmp_path, name, mode, left, right, expected):
     path = left_right(tmp_path / name, left, right, mode)
-    pixels = read_pixels(path, 8)
+    pixels = to_pixels(read_image(path), 8)
     assert pixels.dtype == torch.uint8
     assert pixels.shape == (3, 8, 8)
     assert [tuple(pixels[:, 4, column].tolist()) for column in (0, 7)] == expected
@@ -104,7 +104,7 @@ def test_exif_orientation_is_not_applied(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees to show
     left_right(tmp_path / "turned.png", (0, 0, 0), (255, 255, 255), "RGB", exif=exif)
-    assert read_pixels(tmp_path / "turned.png", 8)[0, :, 0].tolist() == [0] * 8
+    assert to_pixels(read_image(tmp_path / "turned.png"), 8)[0, :, 0].tolist() == [0] * 8
 
 
 def test_modes_without_a_range_are_refused(tmp_path):

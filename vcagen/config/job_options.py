@@ -89,7 +89,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig(ImageConfig):
-    """Encode an image folder, or the built-in digits, to latent shards. The same command again does what is missing.
+    """Encode images of a folder or an archive to latent shards. The same command again does what is missing.
 
     vcagen encode imagenet/train --out latents/imagenet256
     """
@@ -97,7 +97,8 @@ class EncodeConfig(ImageConfig):
     positional: ClassVar = "images"
 
     images: str
-    """Image folder with one folder a class (or none), or digits."""
+    """Image folder with one folder a class (or none); a tar of tars such as ILSVRC2012_img_train.tar, a zip with
+    dataset.json as EDM2 writes it, parquet files of the Hub ('data/train-*.parquet'); or digits."""
     out: str = "latents"
     """Folder of the shards."""
     vae: str | None = None
@@ -254,6 +255,8 @@ class StatsConfig(ExtractorConfig):
     """Image folder, .npz of images (statistics stored in it are kept), or digits."""
     out: str = "reference.npz"
     """File of the statistics."""
+    grayscale: bool = False
+    """Read the images as one channel, for samples of one channel."""
 
     def __post_init__(self) -> None:
         if not self.out.endswith(".npz"):

@@ -106,6 +106,8 @@ class ImageConfig:
     """Unreadable files: list them all and stop, or leave them out and list them in the output."""
     allow_empty_classes: bool = False
     """Let a class folder without images keep its label."""
+    grayscale: bool = False
+    """Read images as one channel, for a VAE of one channel or identity; colours become their luma."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Images as the project sees them: colour modes, the ADM centre crop, one rounding rule, folders, built-in sets.
+"""Images as the project sees them: colour modes, the ADM centre crop, one rounding rule, sources, built-in sets.
 
 Encoding, training from images and reference statistics all read pixels here, so they see the same ones.
 """
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vcagen.config.options import ImageConfig
+from vcagen.data.archives import list_tar, list_zip
 from vcagen.data.fashion import fashion
 from vcagen.data.image_set import ImageSet
+from vcagen.data.listing import EXTENSIONS, Listing
+from vcagen.data.parquet import list_parquet, parquet_files
 from vcagen.system.files import few
-
-EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def to_uint8(x: Tensor) -> Tensor:
@@ -47,24 +49,24 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def read_image(path: str | Path) -> Image.Image:
-    """Read a file of any colour mode as 8-bit RGB.
+def read_image(path: str | Path, file: Path | IO[bytes] | None = None) -> Image.Image:
+    """Read a file of any colour mode as 8-bit RGB; `file`, where it is given, is the open file and `path` its name.
 
     16-bit grey is scaled to 8 bits; alpha is dropped and EXIF orientation ignored, as behind the published numbers.
 
     Raises:
         ValueError: the file cannot be decoded to its last pixel, or its mode has no defined range.
     """
-    with decoding(path) as image:
+    with decoding(path, file) as image:
         image.load()
         return _to_rgb(image)
 
 
 @contextmanager
-def decoding(path: str | Path) -> Iterator[Image.Image]:
+def decoding(path: str | Path, file: Path | IO[bytes] | None = None) -> Iterator[Image.Image]:
     """Open an image; whatever Pillow's decoders raise on a broken one becomes one ValueError that names it."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path if file is None else file) as image:
             yield image
     except MemoryError:
         raise
@@ -87,10 +89,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_pixels(path: str | Path, size: int) -> Tensor:
-    """Read a file, crop it, and return uint8 (3, size, size). Raises ValueError as `read_image`."""
-    pixels = np.array(center_crop(read_image(path), size))
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+def to_pixels(image: Image.Image, size: int | None, *, grayscale: bool = False) -> Tensor:
+    """uint8 (3, H, W) of an RGB image, or (1, H, W) of its luma (ITU-R 601), centre-cropped to `size` if that is given.
+
+    A grey image has its own values as luma.
+    """
+    image = image.convert("L") if grayscale else image
+    pixels = np.array(image if size is None else center_crop(image, size))
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,10 @@ class ImageFolder:
     """Posix paths relative to root, sorted by class, then by name."""
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
+
+    def open(self, index: int) -> Path:
+        """Where the image of that index lies."""
+        return self.root / self.paths[index]
 
 
 def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> ImageFolder:
@@ -150,6 +160,33 @@ def _list(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(folders), sorted(files)
 
 
+def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
+    """List the images of a folder, a tar, a zip or parquet files, read where they lie.
+
+    Raises:
+        ValueError: as `scan_images`, `list_tar`, `list_zip` and `list_parquet`, or another kind of file.
+    """
+    if list_archive := archive_kind(path):
+        return list_archive(path).check(allow_empty_classes=allow_empty_classes)
+    if Path(path).is_file():
+        raise ValueError(f"{path}: no images; a folder, an uncompressed tar, a zip or parquet files are read")
+    folder = scan_images(path, allow_empty_classes=allow_empty_classes)
+    return Listing(path, folder.paths, folder.labels, folder.class_names, folder.open)
+
+
+def archive_kind(path: str) -> Callable[[str], Listing] | None:
+    """What lists the images of an archive of that kind; None where there is none, but a folder of images perhaps."""
+    if parquet_files(path):
+        return list_parquet
+    if not Path(path).is_file():
+        return None
+    with Path(path).open("rb") as file:
+        start = file.read(263)
+    if start[:2] == b"PK":
+        return list_zip
+    return list_tar if start[257:262] == b"ustar" or path.endswith(".tar") else None
+
+
 def digits(argument: str = "") -> ImageSet:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, one channel.
 
@@ -187,24 +224,28 @@ def open_dataset_images(path: str) -> ImageSet:
 
 
 def open_images(path: str, config: ImageConfig) -> ImageSet:
-    """The images of a folder, centre-cropped, or a set of DATASETS.
+    """The images that `find_images` lists, centre-cropped, or a set of DATASETS.
 
     Raises:
-        ValueError: as `scan_images`, or another image size than a set of DATASETS has.
+        ValueError: as `find_images`, or another image size or other channels than a set of DATASETS has.
     """
     if is_dataset(path):
         images = open_dataset_images(path)
         if config.image_size not in (None, images.image_size):
             raise ValueError(f"image_size: {config.image_size}; {path} has {images.image_size}")
+        if config.grayscale and images.channels != 1:
+            raise ValueError(f"grayscale: {path} has {images.channels} channels")
         return images
-    folder = scan_images(path, allow_empty_classes=config.allow_empty_classes)
+    found = find_images(path, allow_empty_classes=config.allow_empty_classes)
     size = config.image_size or 256
-    read = partial(_read_nth, folder, size)
-    return ImageSet(folder.paths, folder.labels, folder.class_names, 3, size, read, crop="adm-center")
+    read = partial(read_listed, found, size, config.grayscale)
+    channels = 1 if config.grayscale else 3
+    return ImageSet(found.names, found.labels, found.class_names, channels, size, read, crop="adm-center")
 
 
-def _read_nth(folder: ImageFolder, size: int, index: int) -> Tensor:
-    return read_pixels(folder.root / folder.paths[index], size)
+def read_listed(listing: Listing, size: int | None, grayscale: bool, index: int) -> Tensor:
+    """Pixels of the image of that index, as `to_pixels`. Raises ValueError for one that cannot be read."""
+    return to_pixels(read_image(listing.place(index), listing.open(index)), size, grayscale=grayscale)
 
 
 Batch = tuple[Tensor, dict[int, str]]

@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from vcagen.data.image_set import ImageSet
 from vcagen.data.images import (
-    center_crop,
     decoding,
+    find_images,
     is_dataset,
     open_dataset_images,
     read_batches,
-    read_image,
+    read_listed,
     scan_images,
 )
 from vcagen.evaluation.extractor import Shape
@@ -38,7 +38,7 @@ class ImageSource:
     """Images of one shape, at least two, where they come from, and what is to be said about them."""
 
     kind: str
-    """folder, npz or the name of a built-in set"""
+    """folder, archive, npz or the name of a built-in set"""
     path: str
     images: ImageSet
     shape: Shape
@@ -95,8 +95,10 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
     return source
 
 
-def open_images(path: str, *, image_size: int | None = None, num_workers: int = 4) -> ImageSource:
-    """Open real images: a folder, read and cropped as in training, an .npz with arr_0, or a built-in set.
+def open_images(
+    path: str, *, image_size: int | None = None, num_workers: int = 4, grayscale: bool = False
+) -> ImageSource:
+    """Open real images: a folder or an archive, read and cropped as in training, an .npz with arr_0, or a built-in set.
 
     Raises:
         ValueError: nothing there, fewer than 2 images, or the first is unreadable.
@@ -106,10 +108,11 @@ def open_images(path: str, *, image_size: int | None = None, num_workers: int = 
         return ImageSource(path, path, images, (images.channels, images.image_size, images.image_size))
     if Path(path).suffix == ".npz":
         return open_npz(path)
-    folder = scan_images(path)
-    read = partial(_read_real, image_size)
-    channels, height, width = read(folder.root / folder.paths[0]).shape
-    return _folder(path, folder.paths, read, (channels, height, width), num_workers)
+    listing = find_images(path)
+    read = partial(read_listed, listing, image_size, grayscale)
+    channels, height, width = read(0).shape
+    source = _source(path, listing.names, read, (channels, height, width), num_workers)
+    return source if Path(path).is_dir() else replace(source, kind="archive")
 
 
 def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
@@ -128,37 +131,27 @@ def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
     if len(folder.class_names) > 1:
         warnings.append("samples are sorted by class: IS, over chunks of 5,000 in order, comes out too low")
     shape = (3 if mode == "RGB" else 1, height, width)
-    return _folder(path, folder.paths, _read_sample, shape, num_workers, warnings)
+    source = _source(path, folder.paths, partial(_read_sample, files), shape, num_workers)
+    return replace(source, files=files, warnings=warnings)
 
 
-def _folder(
-    path: str,
-    names: Sequence[str],
-    read: Callable[[Path], Tensor],
-    shape: Shape,
-    num_workers: int,
-    warnings: Sequence[str] = (),
+def _source(
+    path: str, names: Sequence[str], read: Callable[[int], Tensor], shape: Shape, num_workers: int
 ) -> ImageSource:
-    files = [Path(path) / name for name in names]
-    images = ImageSet(names, (), (), shape[0], shape[1], partial(_read_file, files, read, shape))
-    return ImageSource("folder", path, images, shape, num_workers, files, list(warnings))
+    images = ImageSet(names, (), (), shape[0], shape[1], partial(_read_shaped, path, names, read, shape))
+    return ImageSource("folder", path, images, shape, num_workers)
 
 
-def _read_file(files: Sequence[Path], read: Callable[[Path], Tensor], shape: Shape, index: int) -> Tensor:
-    pixels = read(files[index])
+def _read_shaped(path: str, names: Sequence[str], read: Callable[[int], Tensor], shape: Shape, index: int) -> Tensor:
+    pixels = read(index)
     if pixels.shape != shape:
         found, first = (f"{w} x {h}" for _, h, w in (pixels.shape, shape))
-        raise ValueError(f"{files[index]}: {found} pixels, the first image has {first}; {CROP}")
+        raise ValueError(f"{path}/{names[index]}: {found} pixels, the first image has {first}; {CROP}")
     return pixels
 
 
-def _read_real(image_size: int | None, file: Path) -> Tensor:
-    image = read_image(file)
-    return _pixels(image if image_size is None else center_crop(image, image_size))
-
-
-def _read_sample(file: Path) -> Tensor:
-    with decoding(file) as image:
+def _read_sample(files: Sequence[Path], index: int) -> Tensor:
+    with decoding(files[index]) as image:
         return _pixels(image)
 
 

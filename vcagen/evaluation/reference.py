@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from vcagen.data.images import is_dataset
+from vcagen.data.images import archive_kind, is_dataset
 from vcagen.evaluation.extractor import Extractor, Features, Shape
 from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
@@ -170,8 +170,9 @@ class Reference(Measured):
 def check_reference_path(path: str) -> None:
     """Raise ValueError where `path` cannot be a reference, before anything else takes time."""
     file = Path(path)
-    if not (is_dataset(path) or file.is_dir() or (file.suffix == ".npz" and file.is_file())):
-        raise ValueError(f"reference: {path}: no .npz file, no folder of images, nor a built-in set")
+    npz = file.suffix == ".npz" and file.is_file()
+    if not (is_dataset(path) or file.is_dir() or npz or (file.suffix != ".npz" and archive_kind(path))):
+        raise ValueError(f"reference: {path}: no .npz file, no folder or archive of images, nor a built-in set")
 
 
 def open_reference(
@@ -183,11 +184,13 @@ def open_reference(
     num_workers: int = 4,
     rows: bool = True,
     shape: Shape | None = None,
+    grayscale: bool = False,
 ) -> Reference:
-    """Open ADM's .npz, an image folder, an .npz of images, statistics of `vcagen stats`, or a built-in set.
+    """Open ADM's .npz, an image folder or archive, an .npz of images, statistics of `vcagen stats`, or a built-in set.
 
     Statistics stored in a file are used as they are; those of images are computed here. `image_size` crops the images
-    of a folder as in training. `rows` also provides the features that precision and recall need.
+    of a folder or an archive as in training; `grayscale` reads them as one channel, as samples of one channel are
+    compared. `rows` also provides the features that precision and recall need.
     Images of another shape (C, H, W) than `shape`, the samples', are refused before any work. Features of the images
     beside stored statistics are cached in torch's cache folder.
 
@@ -198,7 +201,8 @@ def open_reference(
     check_reference_path(path)
     if not is_dataset(path) and Path(path).suffix == ".npz" and (arrays := _load_statistics(path)):
         return _stored(path, arrays, extractor, batch, rows, shape)
-    source = open_images(path, image_size=image_size, num_workers=num_workers)
+    grayscale = grayscale or (shape is not None and shape[0] == 1)
+    source = open_images(path, image_size=image_size, num_workers=num_workers, grayscale=grayscale)
     refuse_other_shape(path, source.shape, shape)
     keep = 0 if not rows else source.count if source.kind == "npz" else min(source.count, REFERENCE_ROWS)
     statistics = measure(source, extractor, batch, keep)

@@ -19,6 +19,7 @@ def run(config: StatsConfig) -> None:
         batch=config.batch,
         image_size=config.image_size,
         num_workers=config.num_workers,
+        grayscale=config.grayscale,
     )
     save_statistics(config.out, reference)
     print(json.dumps({"out": config.out, **reference.record()}, indent=2))
