@@ -73,7 +73,7 @@ def test_the_quick_start_from_a_wheel(vcagen_command):
 @pytest.mark.slow
 def test_the_miniature_from_a_wheel(vcagen_command):
     run, home = vcagen_command, vcagen_command.home
-    (command,) = readme_block("miniature", "docs/miniature.md")
+    (command,) = readme_block("miniature", "docs/evidence.md")
     name, *words = shlex.split(command)
     assert name == "vcagen"
     run(*words, "--seeds=1", "--steps=3", "--num_images=20")
