@@ -23,7 +23,7 @@ class InspectConfig:
     positional: ClassVar = "path"
 
     path: str
-    """Run folder, weights file of ours, or public DiT or SiT file."""
+    """Run folder, weights file of ours, public DiT or SiT file, folder of diffusers' DiT, or user/name on the Hub."""
     json: str | None = None
     """Also write all of it to this JSON file; - prints JSON instead of the table."""
 

@@ -231,8 +231,8 @@ class Config:
     seed: Seed = 0  # type: ignore[valid-type]  # made at run time
     """Seed of the initial weights and of every step."""
     init: str | None = None
-    """Weights to start from: a run, a file of ours, or a public DiT or SiT file. Model options that are not given are
-    then its own."""
+    """Weights to start from: a run, a file of ours, a public DiT or SiT file, a folder of diffusers' DiT, or user/name
+    on the Hub. Model options that are not given are then its own."""
     dry_run: bool = False
     """Build everything, print cost, memory and plan, and stop."""
     plugin: str | None = None
@@ -259,11 +259,12 @@ class SampleConfig(SamplingConfig):
     run_dir: str | None = None
     """Run folder whose newest averaged weights are sampled."""
     checkpoint: str | None = None
-    """Weights file instead of a run: ours, or a public DiT or SiT file."""
+    """Weights instead of a run: a file of ours, a public DiT or SiT file, a folder of diffusers' DiT, or user/name on
+    the Hub."""
     process: str | None = None
     """diffusion or flow, where neither the name (DiT, SiT) nor the arguments of a public file tell."""
     weights: str | None = None
-    """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
+    """Which weights: ema, ema_DECAY or raw; of a file of others also the name of a set in it. Default: ema."""
     step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Default: the newest."""
     out: str | None = None

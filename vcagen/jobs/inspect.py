@@ -9,7 +9,8 @@ from typing import Any
 from vcagen.config.job_options import InspectConfig
 from vcagen.config.options import flatten
 from vcagen.networks.public import identify
-from vcagen.networks.weights import architecture, find_weights, read_weights
+from vcagen.networks.source import open_source
+from vcagen.networks.weights import Weights, architecture, find_weights
 from vcagen.system.files import few, prefixing, reading, write_json
 from vcagen.system.run_folder import list_checkpoints
 
@@ -32,16 +33,16 @@ def describe(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: neither a run folder nor a weights file.
     """
-    path = Path(path)
-    if path.is_dir():
+    if list_checkpoints(path):
         file = find_weights(path)
         names = sorted(file.stem for file in file.parent.glob("ema_*.safetensors"))
         run = {"path": str(path), "kind": "run", "checkpoints": list(list_checkpoints(path))}
         return {**describe(file), **run, "weights": ["raw", *names]}
-    weights = read_weights(path)
+    source = open_source(path)
+    path, weights = source.path, source.weights
     description: dict[str, Any] = {
         "path": str(path),
-        "kind": "vcagen weights" if weights.metadata else ("public training file" if weights.args else "weights"),
+        "kind": _kind(weights),
         "weights": [weights.name],
         "parameters": sum(value.numel() for value in weights.state_dict.values()),
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in weights.state_dict.values()}),
@@ -50,6 +51,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         if (metadata := weights.metadata) is not None:
             config = {key: metadata["config"][key] for key in ("seed", "model", "process", "vae")}
             return {**description, **config, **{key: metadata[key] for key in ("step", "ema_decay", "data")}}
+    came_with = {"vae": weights.vae, "class_names": list(weights.class_names)}
+    description |= {name: value for name, value in came_with.items() if value}
     if weights.args:
         description["args"] = {key: value if isinstance(value, int | float | str) else str(value)
                                for key, value in weights.args.items()}  # fmt: skip
@@ -61,6 +64,14 @@ def describe(path: str | Path) -> dict[str, Any]:
     except ValueError as error:  # what is there is still worth seeing
         description["process"] = f"not known ({error})"
     return description
+
+
+def _kind(weights: Weights) -> str:
+    if weights.metadata is not None:
+        return "vcagen weights"
+    if "_class_name" in weights.args:
+        return "diffusers DiT"
+    return "public training file" if weights.args else "weights"
 
 
 def table(description: dict[str, Any]) -> str:

@@ -16,12 +16,15 @@ from vcagen.networks.dit import DIT_SIZES
 from vcagen.networks.weights import Weights, architecture
 from vcagen.system.files import reading
 
+VAES = {name: f"stabilityai/sd-vae-ft-{name}" for name in ("ema", "mse")}
+"""The public scripts' argument `vae`, and what it stands for."""
 KINDS = {"dit": "diffusion", "sit": "flow"}
 PREDICTIONS = {"velocity": "flow", "v": "flow", "noise": "diffusion", "epsilon": "diffusion", "eps": "diffusion"}
 """Predictions that are sampled, and the process they belong to."""
 FIXED: dict[str, object] = {
     "path_type": "linear", "noise_schedule": "linear", "predict_xstart": False, "predict_v": False,
     "rescale_timesteps": False, "qk_norm": False, "use_qknorm": False, "use_rope": False, "use_swiglu": False,
+    "activation_fn": "gelu-approximate", "norm_type": "ada_norm_zero", "beta_start": 0.0001, "beta_end": 0.02,
 }  # fmt: skip
 """Arguments that change the network or its process beyond what its shapes tell, with the one value that is read."""
 
@@ -50,7 +53,9 @@ class PublicNetwork:
     num_timesteps: int
     """Of a diffusion."""
     vae: str | None
-    """Hub name of the VAE, where the arguments name one."""
+    """The VAE, where one came with the weights or the arguments name one."""
+    class_names: tuple[str, ...]
+    """Where they came with the weights."""
 
     def model(self) -> ModelConfig:
         """The model section that builds it; the named size of its width, or S with another width."""
@@ -77,9 +82,11 @@ def identify(
     path, args = Path(path), {name: value for name, value in weights.args.items() if value is not None}
     with reading(path):
         found = architecture(weights.state_dict)
-        shown = [f"{name} {args[name]}" for name in (*FIXED, "prediction") if name in args]
         strange = [name for name, value in FIXED.items() if _plain(args.get(name, value)) != value]
-        if strange or _plain(args.get("prediction", "v")) not in PREDICTIONS:
+        if "path_type" in strange or _plain(args.get("prediction", "v")) not in PREDICTIONS:
+            strange += ["prediction"]
+        if strange:
+            shown = [f"{name} {args[name]}" for name in strange if name in args]
             raise ValueError(f"was trained with {', '.join(shown)}, which is not sampled here")
         model, size = _model(args)
         if "input_size" in args:
@@ -99,10 +106,11 @@ def identify(
             in_channels=int(found["in_channels"]), num_classes=num_classes, has_null_label=has_null_label,
             grid=int(found["grid"]) if "grid" in found else args.get("grid"),
             image_size=args.get("image_size", int(image_size[1]) if image_size else None),
+            class_names=weights.class_names,
             num_timesteps=int(args.get("diffusion_steps", 1000)),
-            vae=f"stabilityai/sd-vae-ft-{args['vae']}" if args.get("vae") in ("ema", "mse") else None,
+            vae=weights.vae or VAES.get(str(args.get("vae"))),
         )  # fmt: skip
-    names = _names(path, model) if process is None or not over_names else {}
+    names = _names(path, model, args) if process is None or not over_names else {}
     chosen, told_by = _process(path, {**_facts(path, args, found), **names}, process)
     return replace(network, process=chosen, told_by=told_by)
 
@@ -165,8 +173,10 @@ def _facts(path: Path, args: dict[str, Any], found: dict[str, int | float]) -> d
     return facts
 
 
-def _names(path: Path, model: str) -> dict[str, str]:
+def _names(path: Path, model: str, args: dict[str, Any]) -> dict[str, str]:
     """What the names of the file and of its model tell of the process."""
+    if "_class_name" in args:
+        return {str(args["_class_name"]): "diffusion"}
     words = re.findall(r"(?<![a-z])(dit|sit)(?![a-z])", path.name.lower())
     told = {f"model {model}": KINDS[model[:3].lower()]} if model else {}
     return {**told, **{f"the {word} in its name": KINDS[word] for word in words}}

@@ -47,6 +47,10 @@ class Weights:
     """Our metadata; None for files of others."""
     args: dict[str, Any] = field(default_factory=dict)
     """What a file of others says about itself: the options that its training script stored beside the weights."""
+    vae: str | None = None
+    """The VAE that came with weights of others."""
+    class_names: tuple[str, ...] = ()
+    """The class names that came with weights of others."""
 
 
 # --- one file ---

@@ -15,15 +15,17 @@ from torch import Tensor
 from vcagen.build import build_model, build_process, build_sampler, rehearse, resolve_sampling, with_kernel
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, ProcessConfig, SamplingConfig
+from vcagen.data.imagenet import public_class_names
 from vcagen.data.latents import DataSpec, vae_options
 from vcagen.data.vae import DEFAULT_VAE, LatentVAE
 from vcagen.networks.public import identify
-from vcagen.networks.weights import Weights, find_weights, load_into, read_weights
+from vcagen.networks.source import open_source
+from vcagen.networks.weights import Weights, load_into
 from vcagen.processes.guidance import with_cfg
 from vcagen.processes.process import Model, NonFiniteError, Process, check_choice
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.noise import LabelRule, SeededNoise
-from vcagen.system.files import reading, sha256
+from vcagen.system.files import reading
 from vcagen.system.precision import matrix_products
 
 
@@ -166,9 +168,11 @@ def load(
     vae: str | None = None,
     device: torch.device | str = "cpu",
 ) -> LoadedRun:
-    """Load a run folder of train.py, a weights file of ours, or a public DiT or SiT file.
+    """Load what was trained: by us, by the public DiT or SiT code, or a DiT of diffusers.
 
     Args:
+        source: run folder of train.py, weights file of ours, public DiT or SiT file, folder of diffusers' DiT, or the
+            name user/name of a repository of the Hub with one of these.
         weights: ema (the default), ema_DECAY or raw; of a file of others also the name of a set in it.
         step: checkpoint of a run. Default: the newest.
         process: diffusion (DiT) or flow (SiT) of a public file, where neither its name nor its arguments tell.
@@ -177,12 +181,8 @@ def load(
     Raises:
         ValueError: nothing to load there, damaged metadata, weights that do not fit, or a VAE that does not.
     """
-    path = Path(source)
-    if path.is_dir():
-        path = find_weights(path, weights=weights or "ema", step=step)
-    elif step is not None:
-        raise ValueError(f"step: {path} is one file; steps are of run folders")
-    read = read_weights(path, which=weights or "ema")
+    found = open_source(source, weights=weights or "ema", step=step)
+    path, read = found.path, found.weights
     if read.metadata is None:
         config, data, opened, notes = _public(path, read, process, vae, device)
         step = ema_decay = None
@@ -212,7 +212,7 @@ def load(
         load_into(network, {**table, **read.state_dict})
     return LoadedRun(
         network.to(device).eval().requires_grad_(False), build_process(config.process), opened, config, data, step,
-        ema_decay, sha256(path), config.train.tf32, notes,
+        ema_decay, found.sha256(), config.train.tf32, notes,
     )  # fmt: skip
 
 
@@ -228,6 +228,8 @@ def _public(
     if public.num_heads is None:
         raise ValueError(f"{path}: width {public.hidden_size}, of no named size; the number of heads is not known")
     notes = [f"{path}: {read.name}, {public.process} by {public.told_by}"]
+    if "_class_name" in read.args:
+        notes.append("read as the public DiT code's network: its time frequencies are i / 128, diffusers runs i / 127")
     opened = LatentVAE(vae or public.vae or DEFAULT_VAE, channels=public.in_channels, device=device)
     scale = public.patch_size * opened.downsample
     grid = public.grid
@@ -237,6 +239,7 @@ def _public(
     if "image_size" in read.args and read.args["image_size"] != grid * scale:
         said = f"its arguments say image_size {read.args['image_size']}"
         raise ValueError(f"{path}: {said}, its position table and the VAE say {grid * scale}")
+    names = public_class_names(public.class_names, public.num_classes)
     config = Config(
         run_dir="",
         model=public.model(),
@@ -244,7 +247,7 @@ def _public(
     )
     side = grid * public.patch_size
     data = DataSpec(
-        channels=opened.channels, height=side, width=side, num_classes=public.num_classes, class_names=(),
+        channels=opened.channels, height=side, width=side, num_classes=public.num_classes, class_names=names,
         image_size=side * opened.downsample, vae=opened.description(),
     )  # fmt: skip
     return config, data, opened, notes

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vcagen.data.imagenet import words_of
 from vcagen.system.files import few
 
 LABEL, START, STEPS = range(3)
@@ -82,7 +83,8 @@ class LabelRule:
         rule: random, balanced (or rule:random, rule:balanced), labels or class names separated by commas, or a list of
             them. Spaces around a name and the Unicode form of its letters do not count.
         num_classes: K; labels are 0 .. K - 1.
-        class_names: names that may stand for labels.
+        class_names: names that may stand for labels; of ImageNet's WordNet names and of lists such as
+            `tench, Tinca tinca` also each word that only one class has.
         chosen: whether somebody gave the rule, so that a class of its name may be meant.
 
     Raises:
@@ -100,6 +102,10 @@ class LabelRule:
         self.rule = rule
         self.num_classes = num_classes
         self.given: list[int] = []
+        self._labels_of_words: dict[str, list[int]] = {}
+        for label, name in enumerate(class_names or ()):
+            for word in words_of(name):
+                self._labels_of_words.setdefault(word, []).append(label)
         names = {_normal(name): label for label, name in enumerate(class_names or ())}
         names |= {name: label for label, name in enumerate(class_names or ())}
         if isinstance(rule, str):
@@ -109,7 +115,8 @@ class LabelRule:
                     ways = f"give rule:{rule} for that rule, or 0{names[rule]} for that class"
                     raise ValueError(f"labels: {rule!r} is a rule and also the name of class {names[rule]}; {ways}")
                 return
-            rule = [rule] if _normal(rule) in names else rule.split(",")
+            whole = _normal(rule) in names or _normal(rule) in self._labels_of_words
+            rule = [rule] if whole else rule.split(",")
         self.given = [self._label(str(part), names) for part in rule]
 
     def _label(self, text: str, names: dict[str, int]) -> int:
@@ -121,9 +128,14 @@ class LabelRule:
             return int(text)
         if text in names:
             return names[text]
+        labels = self._labels_of_words.get(text, [])
+        if len(labels) == 1:
+            return labels[0]
+        if labels:
+            raise ValueError(f"labels: {text!r} is a word for the classes {few(labels)}; give one of these")
         valid = f"labels 0..{self.num_classes - 1}"
         if names:
-            valid += f" or class names {few(list(names), 5)}"
+            valid += f" or class names {few([(words_of(name) or (name,))[0] for name in names], 5)}"
         raise ValueError(f"labels: {text!r} is not a class; valid are {valid}")
 
     def __call__(self, indices: Iterable[int], noise: SeededNoise) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.pt|pth|bin)(?<!\.ckpt)(?<!\.safetensors)")
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` is nothing on this machine and could be called so on the Hub."""
+    """Whether `source` is nothing on this machine and could be a repository user/name of the Hub."""
     return NAME.fullmatch(str(source)) is not None and not Path(source).exists()
 
 

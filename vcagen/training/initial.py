@@ -15,10 +15,12 @@ from torch import Tensor
 from vcagen.build import build_model
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, ModelConfig, flatten, may_change
+from vcagen.data.imagenet import public_class_names
 from vcagen.data.latents import DataSpec
 from vcagen.networks.dit import DiT, sincos_positions
 from vcagen.networks.public import KINDS, identify
-from vcagen.networks.weights import Weights, find_weights, load_into, read_weights
+from vcagen.networks.source import open_source
+from vcagen.networks.weights import Weights, load_into
 from vcagen.system.files import few, prefixing, reading
 from vcagen.system.run_folder import latest_checkpoint
 from vcagen.training.checkpoint import saved_config
@@ -68,9 +70,8 @@ def open_init(source: str, config: Config) -> Start:
     """
     process = config.process.name
     with prefixing("init: "):
-        path = Path(source)
-        path = find_weights(path) if path.is_dir() else path
-        weights = read_weights(path)
+        opened = open_source(source)
+        path, weights = opened.path, opened.weights
         if weights.metadata is not None:
             with reading(path):
                 theirs = from_mapping(Config, weights.metadata["config"])
@@ -80,7 +81,8 @@ def open_init(source: str, config: Config) -> Start:
             return Start(path, weights, theirs.model, names, len(names))
         # A process of a plugin knows best what it can start from.
         public = identify(path, weights, process if process in KINDS.values() else "flow", over_names=False)
-        return Start(path, weights, public.model(), (), public.num_classes)
+        names = public_class_names(public.class_names, public.num_classes)
+        return Start(path, weights, public.model(), names, public.num_classes)
 
 
 def initial_network(config: Config, data: DataSpec) -> DiT:
@@ -127,7 +129,9 @@ def kept_labels(start: Start, ours: Sequence[str], *, null: bool) -> dict[int, i
 
     Where the old names are not known, as many classes are taken for the same ones.
     """
-    theirs = start.class_names or (ours if len(ours) == start.num_classes else ())
+    theirs = start.class_names
+    if start.weights.metadata is None and not set(theirs) & set(ours):
+        theirs = ours if len(ours) == start.num_classes else ()
     rows = {name: row for row, name in enumerate(theirs)}
     kept = {row: rows[name] for row, name in enumerate(ours) if name in rows}
     return {**kept, len(ours): start.num_classes} if null else kept
