@@ -28,7 +28,8 @@ STAGES = {"midpoint": 2, "heun2": 2, "rk4": 4}
 def run(config: CallsBenchConfig) -> None:
     """Print a table and write calls.json and calls.png; points that calls.json has are not made again."""
     loaded = load(config.run_dir, device=open_device(config.device, config.threads))
-    out = Path(config.out or config.run_dir)
+    source = Path(config.run_dir)
+    out = Path(config.out or (source if source.is_dir() else source.parent))
     facts = {"format": FORMAT, "weights_sha256": loaded.weights_sha256, "images": config.num_images,
              "extractor": config.extractor, "reference": config.reference, "labels": "balanced"}  # fmt: skip
     points: list[dict[str, Any]] = []

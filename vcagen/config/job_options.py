@@ -431,7 +431,7 @@ class CallsBenchConfig:
     threads: PositiveInt | None = None
     """CPU threads. Default: as torch finds best."""
     out: str | None = None
-    """Folder of calls.json and calls.png. Default: the run folder."""
+    """Folder of calls.json and calls.png. Default: that of the run or of the file."""
     plugin: str | None = None
     """Module to import first, or several with commas."""
 
