@@ -115,8 +115,8 @@ class DataConfig:
     """What the network is trained on."""
 
     path: str = "latents"
-    """Folder of shards made by `vcagen encode`, a built-in set (digits, fashion, fashion:FOLDER), or an image folder
-    (from_images)."""
+    """Folder of shards made by `vcagen encode` or of latents of LightningDiT, a built-in set (digits, fashion,
+    fashion:FOLDER), or an image folder (from_images)."""
     from_images: bool = False
     """Read `path` as an image folder and encode in the training loop: for small sets."""
     images: ImageConfig = field(default_factory=ImageConfig)

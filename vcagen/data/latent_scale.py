@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vcagen.system.files import reading
+from vcagen.system.pickles import read_pickle
 
 SCALE_FIELDS = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 """Names in a VAE's config.json and in our descriptions of it."""
@@ -73,6 +77,17 @@ def check_scale(fields: Mapping[str, Any], channels: int) -> None:
         raise ValueError(f"latents_std: {min(std)}; needs positive numbers")
     if shift:
         raise ValueError(f"shift_factor: {shift}; latents_mean shifts already, channel by channel")
+
+
+def read_statistics(path: str | Path) -> dict[str, list[float]]:
+    """latents_mean and latents_std of LightningDiT's latents_stats.pt: {"mean": (1, C, 1, 1), "std": (1, C, 1, 1)}.
+
+    Raises:
+        ValueError: another file.
+    """
+    stored = read_pickle(path)
+    with reading(path):
+        return {f"latents_{name}": stored[name].double().flatten().tolist() for name in ("mean", "std")}
 
 
 def _numbers(values: list[Any]) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
@@ -138,9 +137,10 @@ class LatentDataset(MomentsDataset):
             self.dtype: torch.dtype = getattr(torch, record["dtype"])
             counts = [shard["count"] for shard in record["shards"]]
         self._starts = np.cumsum([0, *counts])
-        self._shards: list[NDArray[np.int16]] = []
-        for index in range(len(counts)):
-            with reading(file := shard_file(self.path, index)):  # as bits: NumPy has no bfloat16
+        self._files = [shard_file(self.path, index) for index in range(len(counts))]
+        self._shards: list[Any] = []
+        for file in self._files:
+            with reading(file):  # as bits: NumPy has no bfloat16
                 self._shards.append(np.load(file, mmap_mode="r").view(np.ndarray).view(np.int16))
         with reading(self.path / "labels.npy"):
             self.labels = torch.from_numpy(np.load(self.path / "labels.npy"))
@@ -156,7 +156,7 @@ class LatentDataset(MomentsDataset):
             if rows := non_finite_rows(moments):
                 index = sample[rows[0]]
                 shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-                item = f"{shard_file(self.path, shard)}: item {index - self._starts[shard]}"
+                item = f"{self._files[shard]}: item {index - self._starts[shard]}"
                 what = "the mirror image" if mirror else "the image"
                 raise ValueError(f"{item}: NaN or infinity in the latent of {what}")
         if self.spec.vae["path"] == "identity":
@@ -173,7 +173,8 @@ class LatentDataset(MomentsDataset):
         indices = np.array([index for index, _ in items], dtype=np.int64)
         shards = np.searchsorted(self._starts, indices, side="right") - 1
         offsets = indices - self._starts[shards]
-        out = torch.empty((len(items), *self._shards[0].shape[2:]), dtype=torch.int16)
+        bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
+        out = torch.empty((len(items), *self._shards[0].shape[2:]), dtype=bits)
         if get_worker_info() is not None:
             out.share_memory_()  # saves a copy on the way to the main process
         rows = out.numpy()
@@ -218,8 +219,14 @@ def refuse_format_1(folder: Path) -> None:
 
 
 def latent_std(moments: Tensor, vae: dict[str, Any]) -> float:
-    """Standard deviation of the scaled latents that these moments (N, 2C, h, w) give, over all elements."""
-    return LatentScale(vae).std_of(moments)
+    """Standard deviation of the scaled latents that these moments (N, 2C, h, w) give, over all elements.
+
+    Moments of C channels are latents that somebody sampled already.
+    """
+    scale = LatentScale(vae)
+    if moments.shape[1] == vae["channels"]:
+        return float(scale.scale(moments.double()).std(correction=0))
+    return scale.std_of(moments)
 
 
 def check_std(std: float, where: str | Path, vae: dict[str, Any]) -> None:
@@ -267,6 +274,10 @@ def open_dataset(
     """
     if is_dataset(config.path) or config.from_images:
         return _open_images(config, vae, device)
+    from vcagen.data.sampled_latents import open_sampled, sampled_files  # a kind of LatentDataset
+
+    if sampled_files(config.path):
+        return open_sampled(config, vae, device)
     shards = LatentDataset(config.path, scaling_factor=vae.scaling_factor, shift_factor=vae.shift_factor)
     if (side := config.images.image_size) not in (None, shards.spec.image_size):
         raise ValueError(f"data.images.image_size: {side}; {config.path} was made with {shards.spec.image_size}")

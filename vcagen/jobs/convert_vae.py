@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from vcagen.config.job_options import ConvertVaeConfig
-from vcagen.data.latent_scale import check_scale
+from vcagen.data.latent_scale import check_scale, read_statistics
 from vcagen.data.vae import LatentVAE
 from vcagen.networks.weights import read_tensors
-from vcagen.system.files import atomic_folder, check_writable, few, prefixing, reading
-from vcagen.system.pickles import read_pickle
+from vcagen.system.files import atomic_folder, check_writable, few, prefixing
 
 PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 FIRST = "encoder.conv_in.weight"
@@ -36,7 +35,9 @@ def run(config: ConvertVaeConfig) -> None:
     with prefixing(f"{config.source}: "):
         theirs = _autoencoder(read_tensors(config.source))
         values = _architecture(theirs)
-    values |= {"scaling_factor": config.scaling_factor, "shift_factor": 0.0, **_statistics(config.stats)}
+    values |= {"scaling_factor": config.scaling_factor, "shift_factor": 0.0, "latents_mean": None, "latents_std": None}
+    if config.stats is not None:
+        values |= read_statistics(config.stats)
     with prefixing(f"{config.stats}: "):
         check_scale(values, values["latent_channels"])
     ours = {_rename(name, levels=len(values["block_out_channels"])): value for name, value in theirs.items()}
@@ -127,12 +128,3 @@ def _rename(name: str, *, levels: int) -> str:
         name = name.replace(".norm.", ".group_norm.").replace(".proj_out.", ".to_out.0.")
         name = re.sub(r"\.([qkv])\.", r".to_\1.", name)
     return name
-
-
-def _statistics(path: str | None) -> dict[str, list[float] | None]:
-    """latents_mean and latents_std of a latents_stats.pt: {"mean": (1, C, 1, 1), "std": (1, C, 1, 1)}."""
-    if path is None:
-        return {"latents_mean": None, "latents_std": None}
-    stored = read_pickle(path)
-    with reading(path):
-        return {f"latents_{name}": stored[name].double().flatten().tolist() for name in ("mean", "std")}
