@@ -166,7 +166,8 @@ class LogConfig:
     preview_every: NonNegativeInt = 10_000
     """Steps between preview grids of up to 64 images; 0 for none."""
     trackers: list[str] = field(default_factory=list)
-    """Trackers of accelerate: tensorboard, wandb, trackio."""
+    """Trackers of accelerate: tensorboard, wandb, trackio. They get the log, the previews and, from sample.py, the
+    scores; a resumed run is the same run there."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from vcagen.sampling.load_run import load
 from vcagen.sampling.noise import LabelRule, SeededNoise
 from vcagen.system.files import check_writable
 from vcagen.system.processes import build_accelerator
+from vcagen.system.trackers import log_scores, start_trackers
 
 
 def run(config: SampleConfig) -> None:
@@ -129,10 +131,25 @@ class SamplingSession:
             ValueError: there are no weights for the features; how to score later.
         """
         if self.evaluation is not None:
-            self.evaluation.score()
+            self._track(self.evaluation.score())
         self.accelerator.end_training()
         if self.no_scores and self.accelerator.is_main_process:
             raise ValueError(self.no_scores)
+
+    def _track(self, result: dict[str, Any] | None) -> None:
+        """Show the scores in the trackers of the run, named by the settings of the samples; `result` is rank 0's."""
+        names = self.run.config.log.trackers if self.config.run_dir else []
+        if not (result and names):
+            return
+        settings = re.sub(r"^step_\d+_", "", self.store.folder.name)
+        try:
+            start_trackers(self.accelerator, names, Path(self.config.run_dir or ""))
+            log_scores(
+                self.accelerator, {f"{settings}/{name}": value for name, value in result["metrics"].items()},
+                self.run.step,
+            )  # fmt: skip
+        except Exception as error:  # whatever a tracker raises; the scores are in results.json
+            self._say(f"note: no scores in {', '.join(names)} ({(str(error) or repr(error)).splitlines()[0]})")
 
     def _network(self, network: Model) -> Model:
         """The network in the precision asked for, compiled if asked for; its calls are counted and shown."""

@@ -46,9 +46,7 @@ def build_trainer(config: Config) -> Trainer:
     """
     check_options(config)
     apply_backend_flags(config.train)
-    accelerator = build_accelerator(
-        mixed_precision=config.train.precision, log_with=config.log.trackers or None, project_dir=config.run_dir
-    )
+    accelerator = build_accelerator(mixed_precision=config.train.precision)
     local_part(config.train.batch_size, accelerator.process_index, accelerator.num_processes)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("fsdp_version: 1 is not supported; configs/accelerate/fsdp.yaml has version 2")

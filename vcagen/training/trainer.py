@@ -34,6 +34,7 @@ from vcagen.system.files import FORMAT, write_text
 from vcagen.system.interruption import Interruption
 from vcagen.system.processes import any_process
 from vcagen.system.run_folder import latest_checkpoint, lock_run
+from vcagen.system.trackers import log_image, start_trackers
 from vcagen.training.checkpoint import load_checkpoint, prune_checkpoints, read_state, remove_leftovers, save_checkpoint
 from vcagen.training.ema import EMA
 from vcagen.training.metrics_log import MetricsLog
@@ -295,9 +296,8 @@ class Trainer:
             if main:
                 remove_leftovers(self.run_dir)
                 write_text(self.run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            if self.config.log.trackers:
-                shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flatten(config).items()}
-                self.accelerator.init_trackers("vcagen", config=shown)
+            shown = {key: v if isinstance(v, int | float | str) else str(v) for key, v in flatten(config).items()}
+            start_trackers(self.accelerator, self.config.log.trackers, self.run_dir, shown)
             yield
 
     def save(self) -> None:
@@ -377,7 +377,8 @@ class Trainer:
                         output="tensor", batch=min(count, PREVIEW_BATCH, self.micro_batches[0].stop),
                     )  # fmt: skip
                 assert isinstance(images, Tensor)
-                save_grid(self.run_dir / "previews" / f"step_{self.step:07d}.png", images)
+                save_grid(file := self.run_dir / "previews" / f"step_{self.step:07d}.png", images)
+                log_image(self.accelerator, "preview", file, self.step)
             except ValueError as error:
                 self._say(f"no preview of step {self.step}: {error}")
             self.network.train()
