@@ -22,6 +22,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "cost": (job_options.CostConfig, "vcagen.jobs.cost"),
     "inspect": (job_options.InspectConfig, "vcagen.jobs.inspect"),
     "maps": (job_options.MapsConfig, "vcagen.jobs.maps"),
+    "demo": (job_options.DemoConfig, "vcagen.jobs.demo"),
     "export": (job_options.ExportConfig, "vcagen.jobs.export"),
     "bench attention": (job_options.AttentionBenchConfig, "vcagen.bench.attention"),
     "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),

@@ -69,6 +69,35 @@ class MapsConfig:
 
 
 @dataclass(frozen=True)
+class DemoConfig:
+    """Serve a page in the browser: images of a run by class, guidance and sampler, and where its attention looks.
+
+    vcagen demo runs/quickstart
+    """
+
+    positional: ClassVar = "source"
+
+    source: str
+    """Run folder, or weights file: ours, or a public DiT or SiT file."""
+    num_images: PositiveInt = 8
+    """Images of the gallery, made in one batch."""
+    host: str = "127.0.0.1"
+    """Address to serve at; 0.0.0.0 lets other machines in."""
+    port: PositiveInt = 7860
+    """Port to serve at."""
+    weights: str | None = None
+    """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
+    step: NonNegativeInt | None = None
+    """Step of the checkpoint. Default: the newest."""
+    vae: str | None = None
+    """VAE to decode with, where it is not where the weights say."""
+    device: str = "cpu"
+    """Device of the network: cpu or cuda."""
+    plugin: str | None = None
+    """Module to import first, or several with commas."""
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """Write one weights file of a run, with all that sampling needs in it.
 

@@ -33,7 +33,7 @@ def run(config: MapsConfig) -> None:
     labels = LabelRule(rule, loaded.data.num_classes, loaded.data.class_names).given
     if not labels:
         raise ValueError(f"labels: {rule}; give labels or class names with commas between")
-    times = _times(config.times, loaded)
+    times = parse_times(config.times, loaded)
     count = len(vca_layers(loaded))
     blocks = list(range(count)) if config.block == "all" else _whole("block", config.block, [count])
     height, width = layer.grid_size
@@ -111,17 +111,21 @@ def look(
 def pages(
     inputs: Sequence[Input], maps: dict[str, ContrastMaps], query: tuple[int, int], head: int | None = None
 ) -> Iterator[tuple[str, Figure]]:
-    """File names and figures: pages of up to COLUMNS blocks, then a page a block for the query."""
-    contrasting = [name for name in maps if maps[name].stage1.negative is not None]
-    for start in range(0, len(contrasting), COLUMNS):
-        names = contrasting[start : start + COLUMNS]
-        part = "" if len(contrasting) <= COLUMNS else f"_{start // COLUMNS + 1}"
-        yield f"contrast{part}", contrast_page(inputs, {name: maps[name] for name in names}, head=head)
+    """File names and figures: of Stage I, then of the query in each block."""
+    chunks = contrast_chunks(maps)
+    for index, chunk in enumerate(chunks, start=1):
+        yield "contrast" if len(chunks) == 1 else f"contrast_{index}", contrast_page(inputs, chunk, head=head)
     for name, layer in maps.items():
         yield f"query_{name.replace(' ', '_')}", query_page(inputs, name, layer, query, head=head)
 
 
-def _times(text: str | None, run: LoadedRun) -> list[float]:
+def contrast_chunks(maps: dict[str, ContrastMaps]) -> list[dict[str, ContrastMaps]]:
+    """The layers whose Stage I has two streams, as many together as a page of them holds."""
+    names = [name for name in maps if maps[name].stage1.negative is not None]
+    return [{name: maps[name] for name in names[i : i + COLUMNS]} for i in range(0, len(names), COLUMNS)]
+
+
+def parse_times(text: str | None, run: LoadedRun) -> list[float]:
     """Times of the process: whole numbers where its own are. Default: a fifth and four fifths of the way."""
     whole = not run.process.sample_t(1, torch.Generator()).is_floating_point()
     end = run.config.process.num_timesteps - 1 if whole else 1
