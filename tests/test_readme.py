@@ -158,7 +158,7 @@ def test_own_images_and_public_weights(clone):
         "--model.attention=vca", *small,
     )  # fmt: skip
     _, stderr = run(train, clone, *small, **{"runs/table2/sit-s-2-vca": "first"})
-    assert "has 4 labels, this network 3: the label table is new" in stderr
+    assert "label rows kept: no class; new: 2" in stderr
     run(sample, clone, "--num_images=4", "--num_steps=3")
     (folder,) = (clone / "runs" / "mine" / "samples").iterdir()
     assert len(list((folder / "images").iterdir())) == 4
@@ -167,7 +167,8 @@ def test_own_images_and_public_weights(clone):
         num_classes=1000,
     )  # fmt: skip
     torch.save(dict(model.state_dict()), clone / "DiT-XL-2-256x256.pt")
-    run(public, clone, "--num_images=2", "--num_steps=2", "--vae", vae)
+    _, stderr = run(public, clone, "--num_images=2", "--num_steps=2", "--vae", vae)
+    assert "DiT-XL-2-256x256.pt: weights, diffusion by the dit in its name" in stderr
     out, _ = run(inspect, clone)
     assert "384" in out
     run(export, clone)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from helpers import python, tiny_vae, torchrun, user_error
+from helpers import image_folder, python, tiny_vae, torchrun, user_error
 from PIL import Image
 
 import vcagen
@@ -108,6 +108,17 @@ def test_images_scores_and_records(tmp_path, process, capsys):
                "cfg_interval": None, "seed": 0, "world_size": 1, "batch": 4, "precision": "no"}  # fmt: skip
     assert {key: result["sampler"][key] for key in sampler} == sampler
     assert result["model"]["step"] == 10
+
+
+def test_a_folder_is_cropped_as_the_training_images_were(tmp_path, capsys):
+    run = tiny_run(tmp_path / "run")
+    photos = image_folder(tmp_path / "photos", {"cat": 3, "dog": 3}, size=40)
+    args = ("--run_dir", run, "--out", tmp_path / "out", *SETTINGS, "--reference", photos, "--extractor", "pixels")
+    sample(*args)
+    sampled = json.loads(capsys.readouterr().out)
+    do("evaluate", [str(tmp_path / "out"), *map(str, args[-4:]), "--image_size", "8"], prog="x")
+    assert json.loads(capsys.readouterr().out) == sampled
+    assert sampled["fd_pixels_10"] > 0
 
 
 def test_scores_can_come_later(tmp_path, capsys):

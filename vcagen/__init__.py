@@ -29,11 +29,13 @@ _ROOMS = {
     ),
     "data.image_set": ("ImageSet",),
     "data.images": ("DATASETS",),
-    "evaluation.evaluate": ("Evaluator",),
+    "evaluation.evaluate": ("Evaluator", "fid"),
     "evaluation.extractor": ("Extractor", "Features"),
     "evaluation.features": ("EXTRACTORS",),
     "evaluation.scores": ("METRICS",),
     "sampling.load_run": ("load",),
+    "config.options": ("Config",),
+    "training.setup": ("build_trainer",),
 }
 _HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names}
 

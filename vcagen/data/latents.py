@@ -290,6 +290,20 @@ def open_dataset(
     return shards, rebuilt
 
 
+def open_given(
+    dataset: ImageSet | MomentsDataset, vae: VaeConfig, *, device: str | torch.device = "cpu"
+) -> tuple[MomentsDataset, LatentVAE]:
+    """A training set made elsewhere, images as `open_dataset` would use them, and its vae.
+
+    Raises:
+        ValueError: a VAE that does not fit.
+    """
+    if isinstance(dataset, ImageSet):
+        opened = open_vae(dataset, "", vae, device)
+        return ImageDataset(dataset, opened), opened
+    return dataset, LatentVAE.from_description(dataset.spec.vae, path=vae.path, **vae_options(vae, device))
+
+
 def _open_images(config: DataConfig, vae: VaeConfig, device: str | torch.device) -> tuple[ImageDataset, LatentVAE]:
     """A set of images, each of which is read once to find the bad ones."""
     images = open_images(config.path, config.images)

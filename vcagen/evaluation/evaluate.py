@@ -26,15 +26,16 @@ from vcagen.config.job_options import EvaluateConfig
 from vcagen.data.images import is_dataset
 from vcagen.evaluation.extractor import Extractor, Features, Shape
 from vcagen.evaluation.features import load_extractor
-from vcagen.evaluation.image_source import ImageSource, open_samples, spans
+from vcagen.evaluation.image_source import ImageSource, open_images, open_samples, spans
 from vcagen.evaluation.reference import (
     FeatureStatistics,
     Reference,
     check_reference_path,
     image_digests,
+    measure,
     open_reference,
 )
-from vcagen.evaluation.scores import IS_CHUNK, METRICS, NEIGHBOURS, Measured
+from vcagen.evaluation.scores import IS_CHUNK, METRICS, NEIGHBOURS, Measured, frechet_distance
 from vcagen.system.files import FORMAT, atomic_file, check_writable, read_json, reading, write_json
 from vcagen.system.processes import build_accelerator
 
@@ -259,6 +260,42 @@ class Evaluation:
                     bar.update(len(images) * processes)  # the others are about as far
                 with atomic_file(file) as temporary:
                     save_file({name: torch.cat(batches) for name, batches in tensors.items()}, temporary)
+
+
+def fid(
+    samples: str | Path,
+    reference: str | Path,
+    *,
+    extractor: str = "inception",
+    inception_weights: str | Path | None = None,
+    image_size: int | None = None,
+    batch: int = 64,
+    num_workers: int = 4,
+    device: torch.device | str | None = None,
+) -> float:
+    """Frechet distance of the features of two sets of images; what `vcagen evaluate` calls fid, of all samples.
+
+    Args:
+        samples: folder, .npz or built-in set of images.
+        reference: as of `vcagen evaluate`: also statistics.
+        extractor: name in EXTRACTORS; pixels needs no weights, but is no FID.
+        image_size: crop the images of both folders to this side, as in training. Default: they have one size.
+        device: of the extractor. Default: a GPU where there is one.
+
+    Raises:
+        ValueError: nothing there, images of other sizes, or no weights.
+    """
+    check_reference_path(str(reference))
+    if image_size is None:
+        source = open_samples(str(samples), num_workers=num_workers)
+    else:
+        source = open_images(str(samples), image_size=image_size, num_workers=num_workers)
+    seen_by = load_extractor(extractor, weights=inception_weights, device=device)
+    theirs = open_reference(
+        str(reference), seen_by, batch=batch, image_size=image_size, num_workers=num_workers, rows=False,
+        shape=source.shape,
+    )  # fmt: skip
+    return frechet_distance(measure(source, seen_by, batch, 0).measured().pool, theirs.pool)
 
 
 def run(config: EvaluateConfig) -> None:

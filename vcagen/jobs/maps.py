@@ -41,7 +41,7 @@ def run(config: MapsConfig) -> None:
     head = None if config.head is None else _whole("head", str(config.head), [layer.num_heads])[0]
     given = {} if config.num_steps is None else {"num_steps": config.num_steps}
     settings, noise, classes = loaded.sampling(**given), SeededNoise(config.seed), torch.tensor(labels)
-    latents = loaded.latents(range(len(labels)), classes, settings=settings, noise=noise)
+    latents = loaded.latents_of(range(len(labels)), classes, settings=settings, noise=noise)
     inputs, maps = look(loaded, latents, classes, times, seed=config.seed)
     chosen = {name: maps[name] for index, name in enumerate(maps) if index in blocks}
     path = Path(config.source)

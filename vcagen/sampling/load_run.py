@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class LoadedRun:
         return settings
 
     @torch.no_grad()
-    def latents(
+    def latents_of(
         self, indices: Sequence[int], y: Tensor, *, settings: SamplingConfig, noise: SeededNoise
     ) -> Tensor:  # fmt: skip
         """Latents (N, C, h, w) of the images of these indices and labels y (N,), in one batch."""
@@ -108,7 +108,7 @@ class LoadedRun:
             ValueError: NaN or infinity in an image, by index.
         """
         try:
-            return self.vae.decode(self.latents(indices, y, settings=settings, noise=noise), batch=decode_batch)
+            return self.vae.decode(self.latents_of(indices, y, settings=settings, noise=noise), batch=decode_batch)
         except NonFiniteError as error:
             raise ValueError(f"image {indices[error.rows[0]]}: {error}; nothing is written of its chunk") from error
 
@@ -135,6 +135,38 @@ class LoadedRun:
             ValueError: a label, an index or an option that is not possible.
         """
         check_choice("output", output, ("pil", "tensor"))
+        images = self._each(self.images, labels, indices, seed, batch, options)
+        if output == "tensor":
+            return images
+        return [to_pil(image.permute(1, 2, 0).numpy()) for image in images]
+
+    @torch.no_grad()
+    def latents(
+        self,
+        labels: str | Sequence[int | str] | None = None,
+        *,
+        indices: Sequence[int] | None = None,
+        seed: int = 0,
+        batch: int = 64,
+        **options: Any,
+    ) -> Tensor:
+        """What the VAE decodes to the images of `sample`, with the same arguments: float32 (N, C, h, w), on the CPU.
+
+        Raises:
+            ValueError: a label, an index or an option that is not possible.
+        """
+        return self._each(self.latents_of, labels, indices, seed, batch, options)
+
+    def _each(
+        self,
+        make: Callable[..., Tensor],
+        labels: str | Sequence[int | str] | None,
+        indices: Sequence[int] | None,
+        seed: int,
+        batch: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """What `make` makes of each index, in whole chunks of `batch`: (N, ...) on the CPU."""
         asked = labels is not None
         labels = np.asarray(labels).tolist() if asked else self.config.sampling.labels
         each = not isinstance(labels, str)
@@ -151,12 +183,8 @@ class LoadedRun:
         for chunk in sorted({index // batch for index in indices}):
             whole = range(chunk * batch, (chunk + 1) * batch)
             y = torch.tensor([label_of.get(i, 0) for i in whole]) if each else rule(whole, noise)
-            pixels = self.images(whole, y, settings=settings, noise=noise)
-            made.update(zip(whole, pixels.cpu(), strict=True))
-        chosen = [made[i] for i in indices]
-        if output == "tensor":
-            return torch.stack(chosen)
-        return [to_pil(image.permute(1, 2, 0).numpy()) for image in chosen]
+            made.update(zip(whole, make(whole, y, settings=settings, noise=noise).cpu(), strict=True))
+        return torch.stack([made[i] for i in indices])
 
 
 def load(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from vcagen.build import sampler_options
 from vcagen.config.job_options import EvaluateConfig
 from vcagen.config.options import SAMPLING_OPTIONS, SampleConfig
+from vcagen.data.images import is_dataset
 from vcagen.evaluation.evaluate import Evaluation, later_command
 from vcagen.evaluation.extractor import MissingWeights
 from vcagen.processes.process import Model
@@ -166,9 +167,11 @@ class SamplingSession:
 
     def _open_evaluation(self, reference: str) -> None:
         """Open the reference and the features; images are made all the same where only the features are missing."""
+        stored = is_dataset(reference) or reference.endswith(".npz")
         config = EvaluateConfig(
             samples=str(self.store.folder), reference=reference, extractor=self.settings.extractor,
             inception_weights=self.config.inception_weights, num_images=self.settings.num_images,
+            image_size=None if stored else self.run.data.image_size,  # cropped as in training
         )  # fmt: skip
         try:
             self.evaluation = Evaluation(config, self.accelerator, shape=self.store.image_shape)

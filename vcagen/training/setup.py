@@ -13,9 +13,10 @@ from accelerate.utils import DistributedType, broadcast_object_list
 
 from vcagen.build import build_process, resolve_kernel, with_kernel
 from vcagen.config.options import Config, ModelConfig, TrainConfig
-from vcagen.data.latents import DataSpec, open_dataset
+from vcagen.data.image_set import ImageSet
+from vcagen.data.latents import DataSpec, MomentsDataset, open_dataset, open_given
 from vcagen.evaluation.features import EXTRACTORS
-from vcagen.processes.process import check_choice
+from vcagen.processes.process import Process, check_choice
 from vcagen.system.files import prefixing
 from vcagen.system.processes import build_accelerator
 from vcagen.system.run_folder import latest_checkpoint
@@ -38,8 +39,14 @@ def run(config: Config) -> None:
     trainer.accelerator.end_training()
 
 
-def build_trainer(config: Config) -> Trainer:
+def build_trainer(
+    config: Config, *, dataset: ImageSet | MomentsDataset | None = None, process: Process | None = None
+) -> Trainer:
     """All that a training needs. Nothing is written before `fit`.
+
+    Args:
+        dataset: images, or moments with their labels, in place of those that `config.data` names.
+        process: in place of the one that `config.process` names, by which the run is sampled later.
 
     Raises:
         ValueError: data, sizes or options that do not fit, or an existing run of another configuration.
@@ -54,16 +61,24 @@ def build_trainer(config: Config) -> Trainer:
         raise ValueError("log.preview_every: previews need the whole network on one device; with FSDP set it to 0")
     run_dir = Path(config.run_dir)
     check_same_run(run_dir, config)
-    dataset, vae = open_dataset(config.data, config.vae, device=accelerator.device)
-    check_same_data(run_dir, dataset.spec)
-    config = replace(config, model=_resolved_model(config, dataset.spec, accelerator))
+    if dataset is None:
+        data, vae = open_dataset(config.data, config.vae, device=accelerator.device)
+    else:
+        data, vae = open_given(dataset, config.vae, device=accelerator.device)
+    check_same_data(run_dir, data.spec)
+    config = replace(config, model=_resolved_model(config, data.spec, accelerator))
+    named = build_process(config.process)
+    if process is not None and process.outputs_per_channel != named.outputs_per_channel:
+        theirs, ours = process.outputs_per_channel, named.outputs_per_channel
+        name = type(process).__name__
+        raise ValueError(f"process: {name} has {theirs} outputs a channel, {config.process.name} {ours}")
     trainer = Trainer(
         config,
         accelerator=accelerator,
-        network=initial_network(config, dataset.spec),
-        process=build_process(config.process),
+        network=initial_network(config, data.spec),
+        process=process or named,
         vae=vae,
-        dataset=dataset,
+        dataset=data,
     )
     with prefixing("sampling."):
         trainer.averaged_run().sampling()
