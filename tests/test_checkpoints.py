@@ -228,7 +228,7 @@ def test_metadata_that_is_not_ours_to_read_is_named(tmp_path):
 
 def test_averages_of_no_known_decay_are_named(tmp_path):
     state = a_run(tmp_path)
-    for content in ({**metadata(), "config": {}}, None):
+    for content in ({**metadata(10), "config": {}}, None):
         file = tmp_path / "checkpoints" / "step_0000010" / "ema_0.9.safetensors"
         file.with_name("ema_0.999.safetensors").unlink(missing_ok=True)
         checkpoints.save_weights(file, state, content) if content else save_file(state, file)

@@ -344,7 +344,7 @@ def test_incomplete_and_damaged_sets_are_refused(shards, tmp_path):
     with pytest.raises(ValueError, match=r"moments_00001\.npy: No such file"):
         LatentDataset(copy)
     shutil.copy(copy / "moments_00002.npy", second)
-    with pytest.raises(ValueError, match=r"not as many as shards\.json says"):
+    with pytest.raises(ValueError, match=r"shards\.json says"):
         LatentDataset(copy)
     for text in ("", "[]", '{"format": 2}', '{"format": 2, "vae": {"path": "x"}}'):
         (copy / "shards.json").write_text(text)

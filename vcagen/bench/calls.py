@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 from tqdm import tqdm
@@ -25,6 +25,23 @@ STAGES = {"midpoint": 2, "heun2": 2, "rk4": 4}
 """Network calls of a step, where it has several."""
 
 
+class Point(TypedDict):
+    """A score."""
+
+    sampler: str
+    num_steps: int
+    cfg_scale: float
+    calls: float
+    score: str
+    value: float
+
+
+class CallsFile(TypedDict):
+    """calls.json"""
+
+    points: list[Point]
+
+
 def run(config: CallsBenchConfig) -> None:
     """Print a table and write calls.json and calls.png; points that calls.json has are not made again."""
     loaded = load(config.run_dir, device=open_device(config.device, config.threads))
@@ -34,7 +51,7 @@ def run(config: CallsBenchConfig) -> None:
              "extractor": config.extractor, "reference": config.reference, "labels": "balanced"}  # fmt: skip
     points: list[dict[str, Any]] = []
     if (file := out / "calls.json").exists():
-        before = read_json(file)
+        before: dict[str, Any] = dict(read_json(file, CallsFile))
         points = before.pop("points")
         if before != facts:
             raise ValueError(f"{file}: of other weights, images or scores; give another out")

@@ -22,7 +22,7 @@ from vcagen.bench._timing import in_turns
 from vcagen.config.job_options import KernelsBenchConfig
 from vcagen.networks import fused
 from vcagen.networks.attention import VisualContrastAttention, split_qkv
-from vcagen.networks.kernel_times import keep_times, shape_key
+from vcagen.networks.kernel_times import Times, keep_times, shape_key
 from vcagen.paper.table import markdown
 from vcagen.system.files import write_json
 
@@ -85,7 +85,7 @@ def _time(config: KernelsBenchConfig) -> list[dict[str, Any]]:
     print(gpu)
     print(markdown(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]))
     if config.save:
-        times = {row["shape"]: {name: row[name] for name in ("maps_ms", "fused_ms")} for row in rows}
+        times = {row["shape"]: Times(maps_ms=row["maps_ms"], fused_ms=row["fused_ms"]) for row in rows}
         print(f"kept in {keep_times(gpu, times)}")
     return rows
 

@@ -15,7 +15,7 @@ from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, VaeCo
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Say what a run folder or a weights file holds: step, averages, parameters, configuration, classes, VAE.
+    """Say what a run folder, a weights file or a folder of latents holds, and check that its tensors are as written.
 
     vcagen inspect runs/quickstart
     """
@@ -23,7 +23,8 @@ class InspectConfig:
     positional: ClassVar = "path"
 
     path: str
-    """Run folder, weights file of ours, public DiT or SiT file, folder of diffusers' DiT, or user/name on the Hub."""
+    """Run folder, weights file of ours, public DiT or SiT file, folder of diffusers' DiT, user/name on the Hub, or
+    folder of latents, all of which is read."""
     json: str | None = None
     """Also write all of it to this JSON file; - prints JSON instead of the table."""
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,13 +27,33 @@ from vcagen.config.options import flatten
 from vcagen.data.image_set import ImageSet
 from vcagen.data.images import open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.latents import LatentDataset, check_std, latent_std, open_vae, refuse_format_1, shard_file
-from vcagen.data.vae import LatentVAE
+from vcagen.data.vae import LatentVAE, VaeRecord
 from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import FORMAT, atomic_file, check_writable, read_json, sha256, write_json
 from vcagen.system.processes import build_accelerator
 
-Record = dict[str, Any]
-"""Of a shard: its sha256, its count of items, and path -> reason of the images skipped."""
+
+class Encoded(TypedDict):
+    """A shard of ours."""
+
+    sha256: str
+    count: int
+    """Items."""
+    skipped: dict[str, str]
+    """Path -> reason of the images left out."""
+
+
+class EncodedSet(TypedDict):
+    """What is read of shards.json."""
+
+    vae: VaeRecord
+    shards: list[Encoded]
+
+
+class EncodedAlone(Encoded):
+    """What is read of the record beside a shard."""
+
+    vae: VaeRecord
 
 
 def run(config: EncodeConfig) -> None:
@@ -106,26 +126,29 @@ def _settings(config: EncodeConfig, images: ImageSet, vae: LatentVAE) -> dict[st
     }
 
 
-def _find_done(out: Path, settings: Mapping[str, Any]) -> dict[int, Record]:
+def _find_done(out: Path, settings: Mapping[str, Any]) -> dict[int, Encoded]:
     """Records of the shards that are there, by index.
 
     Raises:
         ValueError: shards of other settings; every setting that differs is named.
     """
     refuse_format_1(out)
-    found: dict[int, Record] = {}
-    for file in filter(Path.exists, (out / "shards.json", *sorted(out.glob("moments_*.json")))):
-        record = read_json(file)
+    found: dict[int, Encoded] = {}
+    for file in filter(Path.exists, (out / "shards.json", *sorted(out.glob(f"moments_{'[0-9]' * 5}.json")))):
+        whole = file.name == "shards.json"
+        kind: type[Any] = EncodedSet if whole else EncodedAlone
+        record = read_json(file, kind)
         old, new = flatten(record), flatten(settings)
         if old["vae.sha256"] == new["vae.sha256"] is not None:
             old["vae.path"] = new["vae.path"]  # the VAE may have moved
         if fields := [f"{key} {old.get(key)!s:.60}, asked for {new[key]!s:.60}" for key in new
                       if old.get(key) != new[key]]:  # fmt: skip
             raise ValueError(f"{file}: made with other settings: {'; '.join(fields)}. Use another folder or remove it")
-        if file.name == "shards.json":
+        if whole:
             found |= enumerate(record["shards"])
         else:
-            found[int(file.stem.removeprefix("moments_"))] = {key: record[key] for key in record if key not in settings}
+            index = int(file.stem.removeprefix("moments_"))
+            found[index] = Encoded(sha256=record["sha256"], count=record["count"], skipped=record["skipped"])
     return {index: record for index, record in found.items() if shard_file(out, index).exists()}
 
 
@@ -179,9 +202,9 @@ def _finish(config: EncodeConfig, images: ImageSet, settings: Mapping[str, Any])
     if skipped:
         write_json(out / "skipped.json", [{"path": path, "reason": reason} for path, reason in skipped.items()])
         print(f"skipped {len(skipped)} unreadable images, listed in {out / 'skipped.json'}", file=sys.stderr)
-    _save(out / "labels.npy", np.array([images.labels[index] for index in kept], dtype=np.int64))
+    labels = _save(out / "labels.npy", np.array([images.labels[index] for index in kept], dtype=np.int64))
     write_json(out / "names.json", {"format": FORMAT, "names": [images.names[index] for index in kept]})
-    write_json(out / "shards.json", {**settings, "count": len(kept), "shards": shards})
+    write_json(out / "shards.json", {**settings, "count": len(kept), "labels_sha256": labels, "shards": shards})
     for file in (*out.glob("moments_*.json"), *out.glob(".moments_*.tmp")):  # also what a killed process left
         file.unlink()
     dataset = LatentDataset(out)

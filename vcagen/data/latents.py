@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
+from tqdm import tqdm
 
 from vcagen.config.options import DataConfig, VaeConfig
 from vcagen.data.image_set import ImageSet
 from vcagen.data.images import is_dataset, open_images, read_batches, refuse_bad, refuse_lost_classes
 from vcagen.data.latent_scale import LatentScale
-from vcagen.data.vae import DEFAULT_VAE, LatentVAE, with_given_scale
+from vcagen.data.vae import DEFAULT_VAE, LatentVAE, Size, VaeRecord, with_given_scale
 from vcagen.processes.process import non_finite_rows
-from vcagen.system.files import read_json, reading
+from vcagen.system.files import few, read_json, reading, sha256
 
 Item = tuple[int, bool]
 """Index of an image, and whether its mirror image is meant."""
@@ -38,19 +40,51 @@ def collate_whole(batch: T) -> T:
     return batch
 
 
+class Names(TypedDict):
+    """names.json"""
+
+    names: list[str]
+
+
+class Hashes(TypedDict, total=False):
+    """Of files, where a record has them: not in sets that others made, nor in the first ones of this format."""
+
+    sha256: str
+    """Of a shard."""
+    labels_sha256: str
+    """Of labels.npy."""
+
+
+class ShardRecord(Hashes):
+    """What is kept of a shard."""
+
+    count: Annotated[int, msgspec.Meta(ge=0)]
+    """Items."""
+
+
+class ShardSet(Hashes):
+    """What shards.json must hold; encode writes more, to find shards that were made otherwise."""
+
+    vae: VaeRecord
+    image_size: Size
+    class_names: list[str]
+    dtype: Literal["float16", "bfloat16"]
+    shards: list[ShardRecord]
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """What a network needs to know of its data; travels with its weights."""
 
-    channels: int
+    channels: Size
     """Latent channels C."""
-    height: int
+    height: Size
     """Latent height."""
-    width: int
+    width: Size
     """Latent width."""
-    num_classes: int
+    num_classes: Size
     class_names: tuple[str, ...]
-    image_size: int
+    image_size: Size
     """Side of the images in pixels."""
     vae: dict[str, Any]
     """`LatentVAE.description()`."""
@@ -67,8 +101,16 @@ class DataSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DataSpec:
-        """From `to_dict`, also after JSON."""
-        return cls(**{**values, "class_names": tuple(values["class_names"])})
+        """From `to_dict`, also after JSON.
+
+        Raises:
+            ValueError, msgspec.ValidationError: not such values.
+        """
+        spec = msgspec.convert(values, cls)
+        msgspec.convert(spec.vae, VaeRecord)
+        if len(spec.class_names) not in (0, spec.num_classes):
+            raise ValueError(f"damaged: {len(spec.class_names)} class_names of {spec.num_classes} classes")
+        return spec
 
     def differences(self, other: DataSpec) -> list[str]:
         """One "field: mine, not theirs" a field that differs; the VAE counts by its weights, not by its name."""
@@ -130,22 +172,31 @@ class LatentDataset(MomentsDataset):
             if shards := len(list(self.path.glob("moments_*.npy"))):
                 found = f"{shards} latent shards, but not all; the same encode command completes them"
             raise ValueError(f"{path}: {found}")
-        record = read_json(self.path / "shards.json")
+        self._record = record = read_json(self.path / "shards.json", ShardSet)
         with reading(self.path / "shards.json"):
-            vae = record["vae"] | with_given_scale(record["vae"], self._given)
-            self.spec = DataSpec.of(vae, record["image_size"], record["class_names"])
-            self.dtype: torch.dtype = getattr(torch, record["dtype"])
-            counts = [shard["count"] for shard in record["shards"]]
+            vae = {**record["vae"], **with_given_scale(record["vae"], self._given)}
+            self.spec = spec = DataSpec.of(vae, record["image_size"], record["class_names"])
+        self.dtype: torch.dtype = getattr(torch, record["dtype"])
+        counts = [shard["count"] for shard in record["shards"]]
+        if len(list(self.path.glob("moments_*.npy"))) > len(counts):
+            raise ValueError(f"{path}: more shards than the {len(counts)} of shards.json; encode again")
         self._starts = np.cumsum([0, *counts])
         self._files = [shard_file(self.path, index) for index in range(len(counts))]
         self._shards: list[Any] = []
-        for file in self._files:
+        for file, count in zip(self._files, counts, strict=True):
             with reading(file):  # as bits: NumPy has no bfloat16
-                self._shards.append(np.load(file, mmap_mode="r").view(np.ndarray).view(np.int16))
+                moments = np.load(file, mmap_mode="r").view(np.ndarray).view(np.int16)
+                parts = (1,) if spec.vae["path"] == "identity" else (2, 1)  # mean and log-variance, or a latent alone
+                fit = [(count, 2, n * spec.channels, spec.height, spec.width) for n in parts]
+                if moments.shape not in fit:
+                    raise ValueError(f"holds {moments.shape}, shards.json says {fit[0]}; encode again")
+                self._shards.append(moments)
         with reading(self.path / "labels.npy"):
-            self.labels = torch.from_numpy(np.load(self.path / "labels.npy"))
-        if [len(self.labels), *map(len, self._shards)] != [sum(counts), *counts]:
-            raise ValueError(f"{path}: shards or labels are not as many as shards.json says; encode again")
+            labels = np.load(self.path / "labels.npy")
+            known = (labels >= 0) & (labels < spec.num_classes)
+            if labels.shape != (sum(counts),) or labels.dtype != np.int64 or not known.all():
+                raise ValueError(f"not {sum(counts)} labels of {spec.num_classes} classes; encode again")
+            self.labels = torch.from_numpy(labels)
         self._check_values()
 
     def _check_values(self) -> None:
@@ -184,7 +235,24 @@ class LatentDataset(MomentsDataset):
 
     def names(self) -> list[str]:
         """Source paths relative to the image folder, in order."""
-        return list(read_json(self.path / "names.json")["names"])
+        return read_json(self.path / "names.json", Names)["names"]
+
+    def verify(self) -> None:
+        """Read all shards, to see that they are those that were written.
+
+        Raises:
+            ValueError: damaged shards.
+        """
+        records = enumerate(self._record["shards"])
+        files = {shard_file(self.path, i): record["sha256"] for i, record in records if "sha256" in record}
+        if "labels_sha256" in self._record:
+            files[self.path / "labels.npy"] = self._record["labels_sha256"]
+        bar = tqdm(files.items(), desc="checking", unit="file", disable=None)
+        bad = [file.name for file, expected in bar if sha256(file) != expected]
+        if bad:
+            raise ValueError(
+                f"{self.path}: damaged: {few(bad)}: not as written (SHA-256); delete them and encode again"
+            )
 
 
 class ImageDataset(MomentsDataset):

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from vcagen.data.images import from_uint8, to_uint8
@@ -19,6 +20,18 @@ from vcagen.system.hub import download, is_hub_name
 from vcagen.system.precision import full_precision
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
+
+Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+"""Of an image or of channels, in a record on disk."""
+
+
+class VaeRecord(TypedDict):
+    """What a description on disk must hold; `check_scale` looks at the scale."""
+
+    path: str
+    sha256: str | None
+    channels: Size
+    downsample: Size
 
 
 class LatentVAE:

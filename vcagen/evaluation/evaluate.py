@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from msgspec import Meta
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -38,6 +39,37 @@ from vcagen.evaluation.reference import (
 from vcagen.evaluation.scores import IS_CHUNK, METRICS, NEIGHBOURS, Measured, frechet_distance
 from vcagen.system.files import FORMAT, atomic_file, check_writable, read_json, reading, write_json
 from vcagen.system.processes import build_accelerator
+
+
+class Facts(TypedDict, total=False):
+    """What sample.py knows of its images besides; it goes into the result."""
+
+    samples: dict[str, Any]
+
+
+class MaybeFacts(TypedDict, total=False):
+    """What the manifests of some versions have."""
+
+    facts: Facts
+
+
+class Manifest(MaybeFacts):
+    """What `evaluate` looks at in a manifest.json."""
+
+    num_images: Annotated[int, Meta(ge=1)]
+
+
+class ExtractorRecord(TypedDict):
+    """Of a result."""
+
+    name: str
+
+
+class Result(TypedDict):
+    """What `evaluate` looks at in a results.json."""
+
+    extractor: ExtractorRecord
+
 
 PART = 16
 """Batches whose features are one file, which a kill costs at most."""
@@ -193,7 +225,7 @@ class Evaluation:
         """The samples, the file of the result, and the manifest of sample.py; {} for others' samples."""
         config = self.config
         file = _output_folder(config.samples) / "manifest.json"
-        manifest = read_json(file) if file.is_file() else {}
+        manifest: dict[str, Any] = dict(read_json(file, Manifest)) if file.is_file() else {}
         expected = config.num_images or manifest.get("num_images")
         source = open_samples(config.samples, num_workers=config.num_workers, expected=expected)
         return source, Path(config.out or result_path(config.samples, config.extractor)), manifest
@@ -215,9 +247,9 @@ class Evaluation:
         for file in tqdm(parts, desc="statistics", disable=None):
             with reading(file):
                 tensors = load_file(file)
-            digests = tensors.pop("digests")
-            found = {name: tensor.to(self.extractor.device) for name, tensor in tensors.items()}
-            evaluator.statistics.add(Features(**found), digests)
+                digests = tensors.pop("digests")
+                found = {name: tensor.to(self.extractor.device) for name, tensor in tensors.items()}
+                evaluator.statistics.add(Features(**found), digests)
         facts = manifest.pop("facts", {})
         made = facts.pop("samples", {})
         result = {**evaluator.finalize(), "sampling": manifest, **facts}
@@ -319,10 +351,8 @@ def result_path(path: str, extractor: str) -> Path:
     Where it holds scores of another extractor, results_EXTRACTOR.json instead.
     """
     file = _output_folder(path) / "results.json"
-    if file.is_file():
-        with reading(file):
-            if read_json(file)["extractor"]["name"] != extractor:
-                return file.with_name(f"results_{extractor}.json")
+    if file.is_file() and read_json(file, Result)["extractor"]["name"] != extractor:
+        return file.with_name(f"results_{extractor}.json")
     return file
 
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,7 +23,7 @@ from vcagen.evaluation.extractor import Extractor, Features, Shape
 from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
 from vcagen.processes.process import non_finite_rows
-from vcagen.system.files import FORMAT, atomic_file, check_format, reading, sha256
+from vcagen.system.files import FORMAT, atomic_file, parse_record, reading, sha256
 
 REFERENCE_ROWS = 10_000
 """Images of a reference folder that precision and recall use, spread evenly over it: as many as ADM's batch has."""
@@ -234,6 +235,20 @@ def measure(source: ImageSource, extractor: Extractor, batch: int, keep_rows: in
     return statistics
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What statistics of ours say about themselves: the record `meta` in their file."""
+
+    identity: str
+    """Of the extractor."""
+    kind: str
+    """Of the reference."""
+    shape: Shape | None
+    """(C, H, W) of the images."""
+    count: Annotated[int, Meta(ge=0)]
+    images_sha256: str | None
+
+
 def _load_statistics(path: str) -> dict[str, Any]:
     """The arrays of an .npz beside its images; {} where there is neither mu nor sigma."""
     with reading(path), np.load(path, allow_pickle=False) as file:
@@ -268,22 +283,23 @@ def _stored(
 ) -> Reference:
     """Statistics in a file: ours, which tell what they are of, or ADM's, beside which there may be images."""
     with reading(path):
-        meta = json.loads(str(arrays.get("meta", f'{{"format": {FORMAT}}}')))
-        check_format(path, meta)
-        if (made_by := meta.get("identity", extractor.identity)) != extractor.identity:
-            raise ValueError(f"made by {made_by}, the samples are seen by {extractor.identity}")
+        meta = Facts(extractor.identity, "npz", None, 0, None)  # of ADM's
+        if "meta" in arrays:
+            meta = parse_record(str(arrays["meta"]), Facts)
+        if meta.identity != extractor.identity:
+            raise ValueError(f"made by {meta.identity}, the samples are seen by {extractor.identity}")
     source = open_npz(path) if arrays["images"] else None
-    shape = meta.get("shape") if source is None else source.shape
+    shape = meta.shape if source is None else source.shape
     reference = Reference(
         extractor=extractor,
-        kind="npz" if meta.get("kind", "npz") == "npz" else "statistics",
+        kind="npz" if meta.kind == "npz" else "statistics",
         path=path,
         pool=_gaussian(path, arrays["mu"], arrays["sigma"], "mu and sigma"),
         spatial=_gaussian(path, arrays["mu_s"], arrays["sigma_s"], "mu_s and sigma_s") if "mu_s" in arrays else None,
         rows=torch.from_numpy(arrays["rows"]) if rows and "rows" in arrays else None,
-        shape=shape and (shape[0], shape[1], shape[2]),
-        count=meta.get("count", 0),
-        images_sha256=meta.get("images_sha256"),
+        shape=shape,
+        count=meta.count,
+        images_sha256=meta.images_sha256,
         file_sha256=sha256(path),
     )
     reference.check_fit(expected)

@@ -1,4 +1,4 @@
-"""What a run folder or a weights file holds."""
+"""What a run folder, a weights file or a folder of latents holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from vcagen.config.job_options import InspectConfig
 from vcagen.config.options import flatten
+from vcagen.data.latents import LatentDataset
 from vcagen.networks.public import identify
 from vcagen.networks.source import open_source
 from vcagen.networks.weights import Weights, architecture, find_weights
@@ -28,11 +29,13 @@ def run(config: InspectConfig) -> None:
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What a weights file or a run folder holds, as a JSON object.
+    """What a weights file, a run folder or a folder of latents holds, as a JSON object.
 
     Raises:
-        ValueError: neither a run folder nor a weights file.
+        ValueError: none of these, or tensors that are not those that were written.
     """
+    if (Path(path) / "shards.json").is_file():
+        return _describe_latents(Path(path))
     if list_checkpoints(path):
         file = find_weights(path)
         names = sorted(file.stem for file in file.parent.glob("ema_*.safetensors"))
@@ -72,6 +75,14 @@ def _kind(weights: Weights) -> str:
     if "_class_name" in weights.args:
         return "diffusers DiT"
     return "public training file" if weights.args else "weights"
+
+
+def _describe_latents(path: Path) -> dict[str, Any]:
+    """Of a folder of latent shards, after all of them have been read."""
+    latents = LatentDataset(path)
+    latents.verify()
+    facts = {"items": len(latents), "dtype": str(latents.dtype).removeprefix("torch."), "std": latents.latent_std}
+    return {"path": str(path), "kind": "latents", **facts, "data": latents.spec.to_dict()}
 
 
 def table(description: dict[str, Any]) -> str:

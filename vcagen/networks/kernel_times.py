@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -11,9 +11,24 @@ from vcagen.networks import fused
 from vcagen.networks.attention import VisualContrastAttention
 from vcagen.system.files import FORMAT, read_json, write_json
 
-KNOWN: dict[str, dict[str, dict[str, float]]] = {}
-"""GPU -> shape -> milliseconds of forward and backward pass, maps_ms and fused_ms. No GPU has been measured yet;
-`vcagen bench kernels --save` keeps the times of a user's GPU on his machine."""
+
+class Times(TypedDict):
+    """Milliseconds of a forward and backward pass."""
+
+    maps_ms: float
+    fused_ms: float
+
+
+class TimesFile(TypedDict):
+    """kernel_times.json."""
+
+    times: dict[str, dict[str, Times]]
+    """GPU -> shape -> times."""
+
+
+KNOWN: dict[str, dict[str, Times]] = {}
+"""GPU -> shape -> times. No GPU has been measured yet; `vcagen bench kernels --save` keeps the times of a user's GPU on
+his machine."""
 
 
 def times_file() -> Path:
@@ -21,13 +36,13 @@ def times_file() -> Path:
     return Path(torch.hub.get_dir()) / "vcagen" / "kernel_times.json"
 
 
-def read_times() -> dict[str, Any]:
+def read_times() -> dict[str, dict[str, Times]]:
     """The known times with those of this machine."""
     file = times_file()
-    return {**KNOWN, **(read_json(file)["times"] if file.exists() else {})}
+    return {**KNOWN, **(read_json(file, TimesFile)["times"] if file.exists() else {})}
 
 
-def keep_times(gpu: str, times: dict[str, dict[str, float]]) -> Path:
+def keep_times(gpu: str, times: dict[str, Times]) -> Path:
     """Add times by shape to those of this machine; returns the file."""
     known = read_times()
     write_json(times_file(), {"format": FORMAT, "times": {**known, gpu: {**known.get(gpu, {}), **times}}})

@@ -2,26 +2,29 @@
 
 A checkpoint of a run is a folder `checkpoints/step_0000000/`, complete or absent, with `model.safetensors` (raw),
 `ema_DECAY.safetensors` (one a decay), `optimizer.safetensors` and `state.json`. Weights of ours carry the metadata
-{"format": 2, "config": ..., "data": ..., "step": ..., "ema_decay": ...}.
+{"format": 2, "config": ..., "data": ..., "step": ..., "ema_decay": ..., "sha256": ...}.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 import yaml
+from msgspec import Meta
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vcagen.system.files import atomic_file, check_format, few, reading
+from vcagen.system.files import atomic_file, few, parse_record, reading
 from vcagen.system.pickles import read_pickle
 from vcagen.system.run_folder import list_checkpoints
 
@@ -43,7 +46,7 @@ class Weights:
     state_dict: dict[str, Tensor]
     name: str
     """Which set: raw or ema_DECAY of ours; of others the set's name in the file, or weights where it has no name."""
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     """Our metadata; None for files of others."""
     args: dict[str, Any] = field(default_factory=dict)
     """What a file of others says about itself: the options that its training script stored beside the weights."""
@@ -56,16 +59,56 @@ class Weights:
 # --- one file ---
 
 
-def save_weights(path: str | Path, state_dict: Mapping[str, Tensor], metadata: dict[str, Any]) -> None:
+class Metadata(TypedDict):
+    """What weights of ours say about themselves."""
+
+    format: int
+    config: dict[str, Any]
+    """`to_plain` of the training's Config."""
+    data: dict[str, Any]
+    """`DataSpec.to_dict`."""
+    step: Annotated[int, Meta(ge=0)]
+    ema_decay: float | None
+    """None for the weights themselves."""
+
+
+def save_weights(path: str | Path, state_dict: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
     """Write safetensors with `metadata`, atomically; the same weights and metadata give the same bytes."""
-    # One key: safetensors writes several in no fixed order.
-    text = json.dumps(metadata, sort_keys=True)
     tensors = {key: value.detach().cpu().contiguous() for key, value in state_dict.items()}
+    # One key: safetensors writes several in no fixed order.
+    text = json.dumps({**metadata, "sha256": tensors_sha256(tensors)}, sort_keys=True)
     with atomic_file(path) as temporary:
         save_file(tensors, temporary, metadata={"vcagen": text})
 
 
-def read_metadata(path: str | Path) -> dict[str, Any] | None:
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors on the CPU, with their names, types and shapes."""
+
+    def digest(name: str) -> bytes:
+        tensor = tensors[name]
+        found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return found.digest()
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(digest, sorted(tensors)))).hexdigest()
+
+
+def verified_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped, so that a machine holds them once; those of ours as they were written.
+
+    Raises:
+        ValueError: a damaged file, or tensors that are not those that were written.
+    """
+    with reading(path), safe_open(path, framework="pt") as file:
+        tensors = load_file(path)
+        expected = json.loads((file.metadata() or {}).get("vcagen", "{}")).get("sha256")
+        if expected is not None and tensors_sha256(tensors) != expected:
+            raise ValueError("damaged: the tensors are not those that were written (SHA-256)")
+        return tensors
+
+
+def read_metadata(path: str | Path) -> Metadata | None:
     """Our metadata of a safetensors file without reading its tensors; None for a file of others.
 
     Raises:
@@ -75,11 +118,22 @@ def read_metadata(path: str | Path) -> dict[str, Any] | None:
         text = (file.metadata() or {}).get("vcagen")
         if text is None:
             return None
-        metadata = json.loads(text)
-        check_format(path, metadata)
-        if "config" not in metadata:
+        if "config" not in parse_record(text, dict):
             raise ValueError("state of the optimizer; model.safetensors and ema_*.safetensors are the weights")
-        return dict(metadata)
+        metadata = parse_record(text, Metadata)
+        metadata.pop("sha256", None)  # type: ignore[typeddict-item]  # of `verified_tensors`
+        return metadata
+
+
+def own_metadata(path: str | Path) -> Metadata:
+    """As `read_metadata`, of a file that must be ours.
+
+    Raises:
+        ValueError: a damaged file, or one of others.
+    """
+    if (metadata := read_metadata(path)) is None:
+        raise ValueError(f"{path}: damaged, or not written by vcagen")
+    return metadata
 
 
 def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
@@ -97,11 +151,10 @@ def read_weights(path: str | Path, *, which: str = "ema") -> Weights:
     if path.is_dir():
         raise ValueError(f"{path}: a folder; a weights file is needed (a run folder is given as --run_dir)")
     if _is_safetensors(path):
-        metadata = read_metadata(path)
-        with reading(path):
-            state_dict, name = load_file(path), _set_name(metadata)
-            with safe_open(path, framework="pt") as file:
-                stored = {} if metadata else file.metadata() or {}
+        metadata, state_dict = read_metadata(path), verified_tensors(path)
+        name = _set_name(metadata)
+        with safe_open(path, framework="pt") as file:
+            stored = {} if metadata else file.metadata() or {}
         args = {key: _value(text) for key, text in stored.items() if key != "format"}
         return Weights(_strip(path, state_dict), name, metadata, args)
     content = read_pickle(path)
@@ -122,8 +175,7 @@ def read_tensors(path: str | Path) -> Any:
     """
     if not _is_safetensors(Path(path)):
         return read_pickle(path)
-    with reading(path):
-        return load_file(path)
+    return verified_tensors(path)
 
 
 def _choose_set(path: Path, content: dict[Any, Any], which: str) -> str | None:
@@ -202,7 +254,7 @@ def _is_weight(value: Any) -> bool:
     )
 
 
-def _set_name(metadata: dict[str, Any] | None) -> str:
+def _set_name(metadata: Metadata | None) -> str:
     if metadata is None:
         return "weights"
     return "raw" if metadata["ema_decay"] is None else f"ema_{metadata['ema_decay']}"
@@ -291,7 +343,8 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     """The weights file of a run: `weights` is ema (the first decay of the configuration), ema_DECAY or raw.
 
     Raises:
-        ValueError: no checkpoint, no such step, or no such weights; the message names those there are.
+        ValueError: no checkpoint, no such step, or no such weights, the message names those there are; or a checkpoint
+            whose folder was renamed.
     """
     checkpoints = list_checkpoints(run)
     if not checkpoints:
@@ -302,10 +355,12 @@ def find_weights(run: str | Path, *, weights: str = "ema", step: int | None = No
     averages = {path.stem: path for path in sorted(checkpoints[step].glob("ema_*.safetensors"))}
     if weights == "ema" and averages:
         with reading(file := next(iter(averages.values()))):
-            weights = f"ema_{(read_metadata(file) or {})['config']['train']['ema_decays'][0]}"
+            weights = f"ema_{own_metadata(file)['config']['train']['ema_decays'][0]}"
     files = {"raw": checkpoints[step] / "model.safetensors", **averages}
     if weights not in files:
         raise ValueError(f"weights: {checkpoints[step]} has no {weights}; it has {', '.join(files)}")
+    if (metadata := read_metadata(files[weights])) is not None and metadata["step"] != step:
+        raise ValueError(f"{files[weights]}: is of step {metadata['step']}; was the folder renamed?")
     return files[weights]
 
 

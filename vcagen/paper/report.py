@@ -14,7 +14,7 @@ from vcagen.config.command_line import make_named
 from vcagen.config.options import Config
 from vcagen.data.latents import DataSpec
 from vcagen.networks.cost import Cost, measure
-from vcagen.networks.weights import read_metadata
+from vcagen.networks.weights import own_metadata
 from vcagen.paper import plots
 from vcagen.paper.comparison import ComparedRow, compare, difference, interval
 from vcagen.paper.run_results import Column, RunResults, Score, read_run
@@ -62,9 +62,8 @@ def report_run(folder: str | Path, out: str | Path, *, score: str | None = None)
         raise ValueError(f"{folder}: no run folder (config.yaml is missing)")
     run, newest, cost = read_run(folder, score=score), latest_checkpoint(folder), None
     if newest is not None and run.config is not None:
-        with reading(newest / "model.safetensors"):
-            metadata = read_metadata(newest / "model.safetensors") or {}
-            cost = cost_of(run.config, DataSpec.from_dict(metadata["data"]))
+        with reading(path := newest / "model.safetensors"):
+            cost = cost_of(run.config, DataSpec.from_dict(own_metadata(path)["data"]))
     out = Path(out)
     picture = plot_losses(folder, out)
     text = run_text(run, cost, picture.name)

@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
+
+import msgspec
 
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config
@@ -18,6 +20,38 @@ from vcagen.training.metrics_log import read_log
 
 NOT_COMPARED = ("format", "num_images", "batch", "process", "weights_sha256")
 """What a manifest of images says of them that differs between the rows of a table, or tells nothing of the score."""
+
+
+class Reference(TypedDict):
+    """Of a result."""
+
+    kind: str
+    stats_sha256: str
+
+
+class Weights(TypedDict, total=False):
+    """Of the extractor of a result."""
+
+    sha256: str
+
+
+class Extractor(TypedDict):
+    """Of a result."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a report looks at in a results.json."""
+
+    metrics: dict[str, float]
+    n_samples: int
+    reference: Reference
+    weights: Weights
+    extractor: Extractor
+    warnings: list[str]
+    sampling: dict[str, Any] | None = None
 
 
 class Column(Protocol):
@@ -99,21 +133,21 @@ def read_run(
 
 def _read_score(file: Path, name: str | None, config: Config | None) -> Score | None:
     with reading(file):
-        result = json.loads(file.read_text())
-        metrics = {metric: float(value) for metric, value in result["metrics"].items()}
+        result = msgspec.convert(json.loads(file.read_bytes()), Result)
+        metrics = result.metrics
         name = name or next(iter(metrics))
         if name not in metrics:
             return None
-        sampling, reference, weights = dict(result.get("sampling") or {}), result["reference"], result["weights"]
+        sampling, reference = result.sampling or {}, result.reference
         facts = {
             **({key: value for key, value in sampling.items() if key not in NOT_COMPARED} or {"sampling": "unknown"}),
             **({"vae": sampling["vae"][:12]} if "vae" in sampling else {}),
-            "images": result["n_samples"],
+            "images": result.n_samples,
             "reference": f"{reference['kind']} {reference['stats_sha256'][:12]}",
-            "extractor": f"{result['extractor']['name']} {weights.get('sha256', '')[:12]}".strip(),
+            "extractor": f"{result.extractor['name']} {result.weights.get('sha256', '')[:12]}".strip(),
         }
         if config is not None:
             recipe = {"mirrors": config.data.horizontal_flip, "batch_size": config.train.batch_size,
                       "learning_rate": config.train.learning_rate, "precision": config.train.precision}  # fmt: skip
             facts |= {f"training {key}": value for key, value in recipe.items()}
-        return Score(file.parent, name, metrics[name], metrics, facts, sampling, list(result["warnings"]))
+        return Score(file.parent, name, metrics[name], metrics, facts, sampling, result.warnings)

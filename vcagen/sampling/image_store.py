@@ -79,7 +79,7 @@ class ImageStore:
         """
         path = self.folder / "manifest.json"
         if path.exists():
-            before, now = read_json(path), json.loads(json.dumps(self.manifest))
+            before, now = read_json(path, dict), json.loads(json.dumps(self.manifest))
             before.pop("facts", None)
             for field in dict.fromkeys([*now, *before]):
                 if before.get(field) != now.get(field):

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import yaml
 from safetensors import SafetensorError
+
+T = TypeVar("T")
 
 
 def _fsync(path: Path) -> None:
@@ -138,26 +141,31 @@ def prefixing(text: str) -> Iterator[None]:
         raise ValueError(f"{text}{error}") from error
 
 
-def check_format(path: str | Path, record: Any) -> None:
-    """Raise ValueError where a record is not of this version's format."""
-    found = record.get("format") if isinstance(record, dict) else None
-    if found == 1:
-        raise ValueError(f"{path}: format 1, which commit a5c3076 of vcagen reads; this version reads format {FORMAT}")
-    if found != FORMAT:
-        none = "; commit a5c3076 of vcagen wrote files without one" if found is None else ""
-        raise ValueError(f"{path}: damaged, or not written by vcagen (format {found!r}{none})")
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The record in a JSON file of ours.
+def parse_record(text: str | bytes, kind: type[T]) -> T:
+    """A record of ours in JSON, of the type `kind`: a dataclass, or a TypedDict, which tells what must be there.
 
     Raises:
-        ValueError: the file holds something else, or is of another format.
+        ValueError: of another format, or not such a record, by the field that is wrong.
+    """
+    record = json.loads(text)
+    found = record.get("format") if isinstance(record, dict) else None
+    if found == 1:
+        raise ValueError(f"format 1, which commit a5c3076 of vcagen reads; this version reads format {FORMAT}")
+    if found != FORMAT:
+        none = "; commit a5c3076 of vcagen wrote files without one" if found is None else ""
+        raise ValueError(f"damaged, or not written by vcagen (format {found!r}{none})")
+    checked = msgspec.convert(record, kind)
+    return record if isinstance(checked, dict) else checked
+
+
+def read_json(path: str | Path, kind: type[T]) -> T:
+    """`parse_record` of a file.
+
+    Raises:
+        ValueError: no such file, or not such a record.
     """
     with reading(path):
-        record = json.loads(Path(path).read_text())
-        check_format(path, record)
-        return dict(record)
+        return parse_record(Path(path).read_bytes(), kind)
 
 
 class _AsWritten(yaml.SafeLoader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from accelerate import Accelerator
@@ -15,6 +15,12 @@ from PIL import Image
 from vcagen.system.files import FORMAT, read_json, write_json
 
 PROJECT = "vcagen"
+
+
+class TrackersFile(TypedDict):
+    """trackers.json"""
+
+    id: str
 
 
 def start_trackers(
@@ -35,7 +41,7 @@ def start_trackers(
     if accelerator.is_main_process:
         if not (file := run_dir / "trackers.json").exists():
             write_json(file, {"format": FORMAT, "id": secrets.token_hex(4)})
-        name, run_id = run_dir.resolve().name, read_json(file)["id"]
+        name, run_id = run_dir.resolve().name, read_json(file, TrackersFile)["id"]
         kwargs["wandb"] = {"name": name, "id": run_id, "resume": "allow", "dir": str(run_dir)}
         kwargs["trackio"] = {"name": f"{name}-{run_id}", "resume": "allow"}  # the name is the id there
     accelerator.project_configuration.set_directories(str(run_dir))

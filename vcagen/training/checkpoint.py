@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,10 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 from vcagen.config.command_line import from_mapping
 from vcagen.config.options import MUTABLE, Config, flatten, may_change, to_plain
 from vcagen.data.latents import DataSpec
-from vcagen.networks.weights import read_metadata, save_weights
+from vcagen.networks.weights import own_metadata, save_weights, verified_tensors
 from vcagen.system.files import FORMAT, atomic_folder, few, read_json, reading, write_json
 from vcagen.system.run_folder import checkpoint_folder, latest_checkpoint, list_checkpoints
 from vcagen.training.ema import EMA
+from vcagen.training.metrics_log import Losses
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Whole tensors on the CPU, to save those of the main process; each process reads the files for itself."""
@@ -53,20 +53,18 @@ def check_same_run(run_dir: Path, config: Config) -> None:
 
 def saved_config(checkpoint: Path) -> Config:
     """The configuration of a checkpoint; options that are newer than it have their defaults."""
-    path = checkpoint / "model.safetensors"
-    with reading(path):
-        return from_mapping(Config, _metadata(checkpoint)["config"])
+    with reading(path := checkpoint / "model.safetensors"):
+        return from_mapping(Config, own_metadata(path)["config"])
 
 
 def check_same_data(run_dir: Path, data: DataSpec) -> None:
     """Raise ValueError where a run goes on with data of other classes, size or VAE than it was started with."""
-    newest = latest_checkpoint(run_dir)
-    if newest is not None and (differences := data.differences(DataSpec.from_dict(_metadata(newest)["data"]))):
+    if (newest := latest_checkpoint(run_dir)) is None:
+        return
+    with reading(path := newest / "model.safetensors"):
+        theirs = DataSpec.from_dict(own_metadata(path)["data"])
+    if differences := data.differences(theirs):
         raise ValueError(f"data: not that of {newest}: {'; '.join(differences)}")
-
-
-def _metadata(checkpoint: Path) -> dict[str, Any]:
-    return read_metadata(checkpoint / "model.safetensors") or {}
 
 
 def save_checkpoint(
@@ -104,16 +102,28 @@ def save_checkpoint(
             write_json(folder / "state.json", {"format": FORMAT, "step": step, **state})
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+class State(TypedDict):
+    """state.json of a checkpoint."""
+
+    format: int
+    step: int
+    num_items: int
+    num_processes: int
+    losses: Losses
+    scaler: dict[str, float] | None
+    """Of fp16."""
+
+
+def read_state(folder: Path) -> State:
     """state.json of a checkpoint.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: a damaged file, or a folder that was renamed.
     """
-    path = folder / "state.json"
-    with reading(path):
-        state = read_json(path)
-        return {key: state[key] for key in ("step", "num_items", "num_processes", "losses", "scaler")}
+    state = read_json(folder / "state.json", State)
+    if folder != checkpoint_folder(folder.parent.parent, state["step"]):
+        raise ValueError(f"{folder}: holds the checkpoint of step {state['step']}; was the folder renamed?")
+    return state
 
 
 def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer: torch.optim.Optimizer) -> None:
@@ -138,9 +148,9 @@ def load_checkpoint(folder: Path, network: nn.Module, emas: list[EMA], optimizer
 
 
 def _read(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The tensors of a safetensors file, which must be those; mapped, so that a machine holds them once."""
+    """The tensors of a safetensors file, which must be those."""
     with reading(path):
-        tensors = load_file(path)
+        tensors = verified_tensors(path)
         found = {name: tuple(value.shape) for name, value in tensors.items()}
         if wrong := [name for name in {**found, **shapes} if found.get(name) != shapes.get(name)]:
             raise ValueError(f"damaged: {few(wrong)}: missing, too many, or of another shape")

@@ -7,14 +7,23 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from vcagen.system.files import reading, write_text
 from vcagen.system.run_folder import latest_checkpoint
+
+
+class Losses(TypedDict):
+    """The losses since the last line, as a checkpoint keeps them."""
+
+    sums: dict[str, float]
+    """Of the parts over the images of all processes."""
+    images: int
 
 
 class MetricsLog:
@@ -38,7 +47,7 @@ class MetricsLog:
         self._unread.append((step, torch.stack([part.detach().sum() for part in losses.values()])))
         self.images += len(losses["loss"]) * self.accelerator.num_processes
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Losses:
         """What a checkpoint keeps: the sums since the last line. Waits for the device.
 
         Raises:
@@ -85,7 +94,7 @@ class MetricsLog:
         """Leave the time until now, of a checkpoint or a preview, out of the speed."""
         self._since, self._images_before = time.perf_counter(), self.images
 
-    def resume(self, state: dict[str, Any], step: int) -> None:
+    def resume(self, state: Losses, step: int) -> None:
         """Go on from the sums of a checkpoint. Lines after its step go, since those steps are done again.
 
         Raises:
@@ -117,5 +126,6 @@ def read_log(run_dir: Path, *, until: float = math.inf) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     with reading(path):
         text = path.read_text() if path.exists() else ""
-        log = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [line for line in log if line["step"] <= until]
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        msgspec.convert(lines, list[dict[str, float | None]])
+        return [line for line in lines if line["step"] <= until]

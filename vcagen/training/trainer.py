@@ -30,7 +30,7 @@ from vcagen.networks.maps import mean_contrast
 from vcagen.processes.process import Process
 from vcagen.sampling.image_store import PREVIEW, save_grid
 from vcagen.sampling.load_run import LoadedRun
-from vcagen.system.files import FORMAT, write_text
+from vcagen.system.files import FORMAT, reading, write_text
 from vcagen.system.interruption import Interruption
 from vcagen.system.processes import any_process
 from vcagen.system.run_folder import latest_checkpoint, lock_run
@@ -334,25 +334,26 @@ class Trainer:
             ValueError: the data is not that of the checkpoint, or a damaged checkpoint or log.
         """
         folder = latest_checkpoint(self.run_dir)
-        new: dict[str, Any] = {"step": 0, "losses": {"sums": {}, "images": 0}}
-        state = new if folder is None else read_state(folder)
-        steps = self.accelerator.gather(torch.tensor([state["step"]], device=self.device)).tolist()
+        state = None if folder is None else read_state(folder)
+        found = 0 if state is None else state["step"]
+        steps = self.accelerator.gather(torch.tensor([found], device=self.device)).tolist()
         if len(set(steps)) > 1:
             raise ValueError(f"run_dir: {self.run_dir} is not the same for all processes: they find steps {steps}")
-        if folder is not None:
+        if folder is not None and state is not None:
             if state["num_items"] != len(self.dataset):
                 raise ValueError(f"data: {len(self.dataset)} images, {folder} was trained on {state['num_items']}")
             load_checkpoint(folder, self.network, self.emas, self.optimizer.optimizer)
             self.step = state["step"]
             if self.scaler is not None and state["scaler"] is not None:
-                self.scaler.load_state_dict(state["scaler"])
+                with reading(folder / "state.json"):
+                    self.scaler.load_state_dict(state["scaler"])
             self._say(f"{self.run_dir}: going on from {folder.name}")
             if state["num_processes"] != self.accelerator.num_processes:
                 self._say(
                     f"{self.accelerator.num_processes} processes now, {state['num_processes']} before; "
                     "batches, noise and times are the same"
                 )
-        self.metrics.resume(state["losses"], self.step)
+        self.metrics.resume({"sums": {}, "images": 0} if state is None else state["losses"], self.step)
         self.accelerator.wait_for_everyone()
         self.metrics.restart_clock()
         if self.step >= self.config.train.steps:
