@@ -69,7 +69,7 @@ class Demo:
         num_steps = max(1, int(calls) // CALLS.get(options.get("method", ""), 1))
         settings = self.run.sampling(**options, num_steps=num_steps, cfg_scale=guidance)
         y = torch.full((self.num_images,), label)
-        return self.run.latents(range(self.num_images), y, settings=settings, noise=SeededNoise(seed))
+        return self.run.latents_of(range(self.num_images), y, settings=settings, noise=SeededNoise(seed))
 
     def sample(self, label: int, guidance: float, sampler: str, calls: float, seed: int) -> list[Image.Image]:
         """The images of the gallery."""
