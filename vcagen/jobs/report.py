@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vcagen.config.command_line import find_config
 from vcagen.config.job_options import ReportConfig
+from vcagen.paper.classifiers import is_classifier_table, report_classifiers
 from vcagen.paper.report import report_run, report_table
 from vcagen.paper.table import load_table
 
@@ -22,6 +23,9 @@ def run(config: ReportConfig) -> None:
         text = report_run(config.source, out, score=config.score)
     else:
         path, out = find_config(config.source), config.out or f"{config.runs}/report"
-        text = report_table(load_table(path), Path(path).stem, config.runs, out, score=config.score)
+        if is_classifier_table(path):
+            text = report_classifiers(path, config.runs, out)
+        else:
+            text = report_table(load_table(path), Path(path).stem, config.runs, out, score=config.score)
     print(text)
     print(f"report: {out}", file=sys.stderr)

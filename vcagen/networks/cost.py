@@ -27,14 +27,17 @@ class Cost:
         return f"{self.params / 1e6:.2f} M parameters, {self.multiply_adds / 1e9:#.4g} GFLOPs"
 
 
-def measure(model: DiT) -> Cost:
-    """Cost of a network, on whatever device it is (meta is quickest).
+def measure(model: nn.Module, inputs: tuple[Tensor, ...] | None = None) -> Cost:
+    """Cost of a network, on whatever device it is (meta is quickest), with `inputs` of one image; a DiT has its own.
 
     Multiply-adds are counted with unfused attention, since the counter does not see inside fused attention on CPU.
     """
-    parameter = next(model.parameters())
+    if inputs is None:
+        assert isinstance(model, DiT)
+        parameter = next(model.parameters())
+        inputs = _inputs(model, 1, parameter.device, parameter.dtype)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(*_inputs(model, 1, parameter.device, parameter.dtype))
+        model(*inputs)
     return Cost(
         sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2 + _spared_multiply_adds(model)
     )

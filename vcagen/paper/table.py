@@ -79,6 +79,8 @@ def load_table(
         ValueError: not such a file, by the row and the key that is wrong.
     """
     content = read_yaml(path)
+    if isinstance(content, dict) and "classifiers" in content:
+        raise ValueError(f"{path}: a table of classifiers, which timm's own script trains (docs/recognition.md)")
     if not isinstance(content, dict) or not content.get("rows"):
         raise ValueError(f"{path}: not a table; it needs rows")
     table = from_mapping(Table, {"title": Path(path).stem, **content}, f"{path}: ")
