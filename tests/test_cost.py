@@ -1,6 +1,7 @@
 """Cost columns of the paper's tables."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -122,10 +123,28 @@ def test_activation_bytes_do_not_depend_on_the_device_and_grow_with_the_batch():
 
 def test_the_command_prints_the_cost_of_a_network_and_writes_json(tmp_path, capsys):
     do("cost", ["--model.attention", "vca", "--json", str(tmp_path / "cost.json")], prog="vcagen cost")
-    assert capsys.readouterr().out == "diffusion S/2 vca: 33.56 M parameters, 5.980 GFLOPs (1e9 multiply-adds)\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "diffusion S/2 vca: 33.56 M parameters, 5.980 GFLOPs (1e9 multiply-adds)"
+    assert lines[1].startswith("training: 0.62 GiB of weights, gradients, AdamW and one EMA; an image more keeps ")
     assert json.loads((tmp_path / "cost.json").read_text())["params"] == 33_560_864
     do("cost", ["--process.name=flow", "--channels=1", "--latent_size=8", "--num_classes=10"], prog="vcagen cost")
     assert capsys.readouterr().out.startswith("flow S/2 mhsa: 32.")
+
+
+@pytest.mark.slow
+def test_the_table_of_resolutions_in_the_documents(tmp_path):
+    """One row of docs/imagenet.md, by the command."""
+    (row,) = re.findall(r"^\| S/2 \| 512 \| (.*) \|$", (ROOT / "docs" / "imagenet.md").read_text(), re.M)
+    plain, vca, ratio, *memory, state = (float(cell.replace(",", "")) for cell in row.split(" | "))
+    found = []
+    for attention in ("mhsa", "vca"):
+        command = ["--process.name=flow", "--latent_size=64", f"--model.attention={attention}", "--json"]
+        do("cost", [*command, str(tmp_path / "cost.json")], prog="vcagen cost")
+        found.append(json.loads((tmp_path / "cost.json").read_text()))
+    assert [round(cost["multiply_adds"] / 1e9, 1) for cost in found] == [plain, vca]
+    assert round(found[1]["multiply_adds"] / found[0]["multiply_adds"], 2) == ratio
+    assert [round(cost["activation_bytes"]["bf16"] / 2**20) for cost in found] == memory[:2]
+    assert round(found[0]["state_bytes"] / 2**30, 2) == state
 
 
 def test_costs_of_a_packaged_table(tmp_path, capsys, monkeypatch):

@@ -182,7 +182,7 @@ class ConvertVaeConfig:
 
 @dataclass(frozen=True)
 class CostConfig:
-    """Parameters and multiply-adds of one network; `vcagen report TABLE` prints those of a table of the paper.
+    """Parameters, multiply-adds and training memory of one network; `report TABLE` has those of the paper's tables.
 
     vcagen cost --model.size S/2 --model.attention vca
     """
