@@ -36,6 +36,7 @@ _ROOMS = {
     "sampling.load_run": ("load",),
     "config.options": ("Config",),
     "training.setup": ("build_trainer",),
+    "jobs.hub_pipeline": ("VcagenPipeline", "VcagenTransformer"),
 }
 _HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names}
 

@@ -24,6 +24,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "maps": (job_options.MapsConfig, "vcagen.jobs.maps"),
     "demo": (job_options.DemoConfig, "vcagen.jobs.demo"),
     "export": (job_options.ExportConfig, "vcagen.jobs.export"),
+    "push": (job_options.PushConfig, "vcagen.jobs.push"),
     "bench attention": (job_options.AttentionBenchConfig, "vcagen.bench.attention"),
     "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),
     "bench train": (job_options.TrainBenchConfig, "vcagen.bench.train"),

@@ -29,6 +29,17 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
     Raises:
         ValueError: a size, process, attention or option that does not exist or does not fit the data.
     """
+    arguments = network_arguments(model, process, data)
+    with prefixing("model."):
+        return DiT(**arguments)
+
+
+def network_arguments(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> dict[str, Any]:
+    """The keyword arguments of DiT that these options are.
+
+    Raises:
+        ValueError: a size or process that does not exist.
+    """
     check_choice("process.name", process.name, PROCESSES)
     changed = {name: value for name, value in asdict(model.attention_options).items()
                if value != getattr(VcaOptions(), name)}  # fmt: skip
@@ -36,21 +47,21 @@ def build_model(model: ModelConfig, process: ProcessConfig, data: DataSpec) -> D
         del changed["kernel"]
     with prefixing("model."):
         shape = parse_size(model.size)
-        for name in ("hidden_size", "depth", "num_heads"):
-            if (value := getattr(model, name)) is not None:
-                shape[name] = value
-        return DiT(
-            input_size=(data.height, data.width),
-            in_channels=data.channels,
-            out_channels=data.channels * PROCESSES[process.name].outputs_per_channel,
-            mlp_ratio=model.mlp_ratio,
-            num_classes=data.num_classes,
-            class_dropout_prob=model.class_dropout_prob,
-            attention=model.attention,
-            attention_options=changed,
-            gradient_checkpointing=model.gradient_checkpointing,
-            **shape,
-        )
+    for name in ("hidden_size", "depth", "num_heads"):
+        if (value := getattr(model, name)) is not None:
+            shape[name] = value
+    return {
+        "input_size": (data.height, data.width),
+        "in_channels": data.channels,
+        "out_channels": data.channels * PROCESSES[process.name].outputs_per_channel,
+        "mlp_ratio": model.mlp_ratio,
+        "num_classes": data.num_classes,
+        "class_dropout_prob": model.class_dropout_prob,
+        "attention": model.attention,
+        "attention_options": changed,
+        "gradient_checkpointing": model.gradient_checkpointing,
+        **shape,
+    }
 
 
 def resolve_kernel(model: ModelConfig, data: DataSpec, precision: str, device: torch.device) -> ModelConfig:

@@ -109,10 +109,11 @@ def parse(config: type[T], args: Sequence[str] | None = None, *, prog: str) -> T
     parser.add_argument(
         "--config", action="config", help="YAML file with any of the options below, or the name of a packaged one."
     )
-    positional = getattr(config, "positional", None)
-    if positional is not None:
-        parser.add_argument(positional, type=str)
-    parser.add_class_arguments(config, as_group=False, skip={positional, "given"} - {None})
+    positional = getattr(config, "positional", ())
+    positional = {positional: None} if isinstance(positional, str) else dict.fromkeys(positional)
+    for name in positional:
+        parser.add_argument(name, type=str)
+    parser.add_class_arguments(config, as_group=False, skip={*positional, "given"})
     for action in parser._actions:
         if getattr(action, "_typehint", None) is bool:  # --dry_run alone means true
             action.nargs, action.const = "?", True

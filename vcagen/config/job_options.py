@@ -100,7 +100,7 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write one weights file of a run, with all that sampling needs in it.
+    """Write one weights file of a run, with all that sampling needs in it, or a folder for the Hub.
 
     vcagen export runs/quickstart --out digits.safetensors
     """
@@ -108,13 +108,40 @@ class ExportConfig:
     positional: ClassVar = "run_dir"
 
     run_dir: str
-    """Run folder."""
+    """Run folder; for a hub folder also a weights file."""
     out: str
-    """New .safetensors file."""
+    """New .safetensors file, or new folder."""
+    format: Literal["safetensors", "hub"] = "safetensors"
+    """safetensors, or hub: model, VAE, scheduler and card as a folder that diffusers and vcagen load."""
     weights: str = "ema"
     """ema, ema_DECAY or raw."""
     step: NonNegativeInt | None = None
     """Step of the checkpoint. Default: the newest."""
+    vae: str | None = None
+    """Of a hub folder: the VAE, where it is not where the weights say."""
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """Upload a run to the Hub, as export --format hub writes it.
+
+    vcagen push runs/quickstart user/digits
+    """
+
+    positional: ClassVar = ("run_dir", "repo")
+
+    run_dir: str
+    """Run folder, weights file, or a folder of export --format hub as it is."""
+    repo: str
+    """Repository on the Hub: user/name. Made where there is none."""
+    private: bool = False
+    """Make it a private repository."""
+    weights: str = "ema"
+    """ema, ema_DECAY or raw."""
+    step: NonNegativeInt | None = None
+    """Step of the checkpoint. Default: the newest."""
+    vae: str | None = None
+    """VAE, where it is not where the weights say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,8 +175,11 @@ class LatentVAE:
 
     def verify(self) -> None:
         """Load the VAE, so that another one than expected raises ValueError now."""
-        if not self.is_identity:
-            self._load()
+        self.autoencoder()
+
+    def autoencoder(self) -> Any:
+        """The AutoencoderKL itself; None for the identity."""
+        return None if self.is_identity else self._load()
 
     def _load(self) -> Any:
         if self._model is None:

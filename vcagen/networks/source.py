@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vcagen.networks.diffusers_dit import is_diffusers, read_diffusers
-from vcagen.networks.weights import Weights, find_weights, read_weights
+from vcagen.networks.weights import Weights, find_weights, read_metadata, read_weights
 from vcagen.system.files import few, sha256
 from vcagen.system.hub import download, is_hub_name
 from vcagen.system.run_folder import list_checkpoints
+
+EXPORTED = Path("transformer", "diffusion_pytorch_model.safetensors")
+"""The weights in a folder of `vcagen export --format hub`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Source:
 
 
 def open_source(source: str | Path, *, weights: str = "ema", step: int | None = None) -> Source:
-    """Read the weights of a run folder, a weights file, a folder of diffusers' DiT, or a repository with one of these.
+    """Read the weights of a run folder, a file, a folder that diffusers reads, or a repository with one of these.
 
     Args:
         weights: ema, ema_DECAY or raw; of a file of others also the name of a set in it.
@@ -44,7 +47,11 @@ def open_source(source: str | Path, *, weights: str = "ema", step: int | None = 
         path = find_weights(path, weights=weights, step=step)
     elif step is not None:
         raise ValueError(f"step: {source} is no run folder; steps are of run folders")
-    if is_diffusers(path):
+    if _is_ours(path / EXPORTED):
+        vae = path / "vae"
+        path = path / EXPORTED
+        return Source(path, [path], replace(read_weights(path), vae=str(vae) if vae.is_dir() else None))
+    if is_diffusers(path) and not _is_ours(path):
         files, read = read_diffusers(path)
         return Source(path, files, read)
     if path.is_dir():
@@ -54,6 +61,10 @@ def open_source(source: str | Path, *, weights: str = "ema", step: int | None = 
             raise ValueError(f"{source}: {found}; a run folder of train.py, diffusers' DiT or one file is needed")
         path = files[0]
     return Source(path, [path], read_weights(path, which=weights))
+
+
+def _is_ours(file: Path) -> bool:
+    return file.suffix == ".safetensors" and file.is_file() and read_metadata(file) is not None
 
 
 def _downloaded(name: str) -> Path:

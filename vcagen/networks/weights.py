@@ -51,7 +51,7 @@ class Weights:
     args: dict[str, Any] = field(default_factory=dict)
     """What a file of others says about itself: the options that its training script stored beside the weights."""
     vae: str | None = None
-    """The VAE that came with weights of others."""
+    """The VAE that came with the weights."""
     class_names: tuple[str, ...] = ()
     """The class names that came with weights of others."""
 

@@ -199,8 +199,8 @@ def load(
     """Load what was trained: by us, by the public DiT or SiT code, or a DiT of diffusers.
 
     Args:
-        source: run folder of train.py, weights file of ours, public DiT or SiT file, folder of diffusers' DiT, or the
-            name user/name of a repository of the Hub with one of these.
+        source: run folder of train.py, weights file of ours, public DiT or SiT file, folder of diffusers' DiT or of
+            `vcagen export --format hub`, or the name user/name of a repository of the Hub with one of these.
         weights: ema (the default), ema_DECAY or raw; of a file of others also the name of a set in it.
         step: checkpoint of a run. Default: the newest.
         process: diffusion (DiT) or flow (SiT) of a public file, where neither its name nor its arguments tell.
@@ -220,7 +220,9 @@ def load(
         with reading(path):
             config = from_mapping(Config, read.metadata["config"])
             data = DataSpec.from_dict(read.metadata["data"])
-            opened = LatentVAE.from_description(data.vae, path=vae, near=path, **vae_options(config.vae, device))
+            opened = LatentVAE.from_description(
+                data.vae, path=vae or read.vae, near=path, **vae_options(config.vae, device)
+            )  # fmt: skip
             step, ema_decay = read.metadata["step"], read.metadata["ema_decay"]
             if process not in (None, config.process.name):
                 raise ValueError(f"process: {process}; the weights were trained for {config.process.name}")
