@@ -64,9 +64,14 @@ def plot_spread(path: Path, title: str, rows: Sequence[ComparedRow]) -> Path:
 
 
 def plot_steps(path: Path, title: str, rows: Sequence[ComparedRow]) -> Path:
-    """Scores over the training steps, of all evaluations that are called as the newest: mean and range of the runs."""
+    """Scores over the training steps, of all evaluations that are called as the newest: mean and range of the runs.
+
+    A network has the colour of its baseline, which is dashed.
+    """
+    bases = list(dict.fromkeys(row.row.baseline or row.row.name for row in rows))
     with drawing(path, 8, 4.5) as axes:
         for row in rows:
+            colour = f"C{bases.index(row.row.baseline or row.row.name)}"
             by_step: dict[int, list[float]] = {}
             for run in row.runs:
                 for score in run.scores:
@@ -77,9 +82,11 @@ def plot_steps(path: Path, title: str, rows: Sequence[ComparedRow]) -> Path:
                 means = [statistics.fmean(found) for found in values]
                 ends = [[m - min(found) for m, found in zip(means, values, strict=True)],
                         [max(found) - m for m, found in zip(means, values, strict=True)]]  # fmt: skip
-                axes.errorbar(steps, means, yerr=ends, marker=_style(row)[2], color=_style(row)[1], capsize=3,
-                              linestyle="--" if row.row.baseline is None else "-", label=row.row.name)  # fmt: skip
-        axes.set(xlabel="training steps", ylabel="score", title=title, yscale="log")
+                axes.errorbar(steps, means, yerr=ends, marker=_style(row)[2], color=colour, capsize=3,
+                              linestyle="--" if row.row.baseline is None else "-", label=row.row.name,
+                              markerfacecolor="white" if row.row.baseline is None else colour)  # fmt: skip
+        name = next((row.scores[0].name for row in rows if row.scores), "score")
+        axes.set(xlabel="training steps", ylabel=name, title=title)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     return path
@@ -97,7 +104,8 @@ def plot_samples(path: Path, title: str, rows: Sequence[ComparedRow], count: int
         axes.grid(visible=False)
         for i, strip in enumerate(strips.values()):
             axes.imshow(strip, extent=(0, count, -i - 1, -i), interpolation="nearest")
-        axes.set(xlim=(0, count), ylim=(-max(len(strips), 1), 0), title=title, xticks=[])
+        axes.set_title(title, fontsize=9)
+        axes.set(xlim=(0, count), ylim=(-max(len(strips), 1), 0), xticks=[])
         axes.set_yticks([-i - 0.5 for i in range(len(strips))], list(strips), fontsize=8)
     return path
 
