@@ -147,6 +147,7 @@ def test_parts_of_a_pipeline_are_read_alone(pipeline, tmp_path):
         ("transformer/config.json", {"_class_name": "UNet2DModel"}, "transformer: a UNet2DModel; diffusers' DiTTransf"),
         ("transformer/config.json", {"activation_fn": "gelu"}, "activation_fn gelu, which is not sampled"),
         ("transformer/config.json", {"norm_type": "ada_norm"}, "norm_type ada_norm"),
+        ("transformer/config.json", {"num_attention_heads": 4}, "say hidden_size 32, its shapes say 16"),
         ("transformer/config.json", {"num_layers": 28}, "say depth 28, its shapes say 2"),
         ("transformer/config.json", {"num_embeds_ada_norm": 1000}, "num_classes 1000, its label table has 4 rows"),
         ("scheduler/scheduler_config.json", {"beta_schedule": "scaled_linear"}, "noise_schedule scaled_linear"),

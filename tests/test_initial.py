@@ -101,6 +101,16 @@ def test_weights_of_another_process_are_refused(animals, tmp_path):
     assert network(tmp_path / "a", init=str(tmp_path / "DiT.pt"), **options)[TABLE].equal(old[TABLE])
 
 
+def test_another_number_of_heads_is_refused(animals, tmp_path):
+    """The shapes do not tell it."""
+    options = {"data__path": str(animals / "four"), **IMAGES}
+    with pytest.raises(ValueError, match=r"^init: .*ema_0\.9\.safetensors: 2 attention heads; model\.num_heads is 4"):
+        network(tmp_path / "a", init=str(animals / "run"), model__num_heads=4, **options)
+    torch.save({"model": weights(animals / "run"), "args": {"num_heads": 8}}, tmp_path / "SiT.pt")
+    with pytest.raises(ValueError, match=r"^init: .*SiT\.pt: 8 attention heads; model\.num_heads is 2"):
+        network(tmp_path / "a", init=str(tmp_path / "SiT.pt"), **options)
+
+
 def test_a_command_takes_the_model_options_of_init(animals, tmp_path, capsys):
     data = ["--data.path", str(animals / "four"), "--data.from_images", "true", "--data.images.image_size", "8",
             "--vae.path", "identity", "--process.name", "flow", "--train.steps", "1", "--train.batch_size", "2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -38,6 +39,7 @@ def run(config: DemoConfig) -> None:
         OSError: the port is taken.
     """
     loaded = load(config.source, weights=config.weights, step=config.step, vae=config.vae, device=config.device)
+    print(*loaded.notes, sep="\n", file=sys.stderr)
     page = build_page(Demo(loaded, config.num_images))
     page.launch(server_name=config.host, server_port=config.port, share=False, show_error=True)
 

@@ -28,6 +28,7 @@ def run(config: MapsConfig) -> None:
         ValueError: no run, a network without VCA, or a label, time, block, query or head that is not there.
     """
     loaded = load(config.source, weights=config.weights, step=config.step, vae=config.vae, device=config.device)
+    print(*loaded.notes, sep="\n", file=sys.stderr)
     layer = next(iter(vca_layers(loaded).values()))
     rule = config.labels or ",".join(map(str, range(min(2, loaded.data.num_classes))))
     labels = LabelRule(rule, loaded.data.num_classes, loaded.data.class_names).given

@@ -38,6 +38,7 @@ OF_A_BLOCK = {
 }  # fmt: skip
 ARGUMENTS = {
     "num_attention_heads": "num_heads", "num_layers": "depth", "in_channels": "in_channels", "patch_size": "patch_size",
+    "out_channels": "out_channels",
     "sample_size": "input_size", "num_embeds_ada_norm": "num_classes", "activation_fn": "activation_fn",
     "norm_type": "norm_type", "_class_name": "_class_name",
     "beta_schedule": "noise_schedule", "beta_start": "beta_start", "beta_end": "beta_end",
@@ -75,9 +76,13 @@ def read_diffusers(path: Path) -> tuple[list[Path], Weights]:
     state = {name: value for file in files for name, value in read_weights(file).state_dict.items()}
     with prefixing(f"{files[0]}: "):
         ours = from_diffusers(state)
-    args = {name: {**scheduler, **config}[key] for key, name in ARGUMENTS.items() if key in {**scheduler, **config}}
-    names = {int(label): str(name) for label, name in index.get("id2label", {}).items()}
-    complete = sorted(names) == list(range(config.get("num_embeds_ada_norm") or 0))
+    values = {**scheduler, **config}
+    args = {name: values[key] for key, name in ARGUMENTS.items() if key in values}
+    if isinstance(width := values.get("attention_head_dim"), int) and isinstance(args.get("num_heads"), int):
+        args["hidden_size"] = args["num_heads"] * width
+    with reading(pipeline / "model_index.json"):
+        names = {int(label): str(name) for label, name in index.get("id2label", {}).items()}
+    complete = sorted(names) == list(range(len(names))) and len(names) == config.get("num_embeds_ada_norm")
     vae = pipeline / "vae"
     return files, Weights(
         ours, "diffusers weights", None, args, vae=str(vae) if index and vae.is_dir() else None,

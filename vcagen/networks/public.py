@@ -28,6 +28,8 @@ FIXED: dict[str, object] = {
 }  # fmt: skip
 """Arguments that change the network or its process beyond what its shapes tell, with the one value that is read."""
 
+COUNTS = ("num_heads", "num_classes", "input_size", "image_size", "diffusion_steps")
+
 
 @dataclass(frozen=True)
 class PublicNetwork:
@@ -89,6 +91,9 @@ def identify(
             shown = [f"{name} {args[name]}" for name in strange if name in args]
             raise ValueError(f"was trained with {', '.join(shown)}, which is not sampled here")
         model, size = _model(args)
+        for name in COUNTS:
+            if name in args and not (type(args[name]) is int and 0 < args[name] < 10**6):
+                raise ValueError(f"its arguments say {name} {args[name]!r}")
         if "input_size" in args:
             args["grid"] = args["input_size"] // found["patch_size"]
         for name, value in {**size, **args}.items():
@@ -107,7 +112,7 @@ def identify(
             grid=int(found["grid"]) if "grid" in found else args.get("grid"),
             image_size=args.get("image_size", int(image_size[1]) if image_size else None),
             class_names=weights.class_names,
-            num_timesteps=int(args.get("diffusion_steps", 1000)),
+            num_timesteps=args.get("diffusion_steps", 1000),
             vae=weights.vae or VAES.get(str(args.get("vae"))),
         )  # fmt: skip
     names = _names(path, model, args) if process is None or not over_names else {}
@@ -193,7 +198,7 @@ def _process(path: Path, told: dict[str, str], given: str | None) -> tuple[str, 
         raise ValueError(f"process: {path} does not tell whether it is DiT or SiT; give --process diffusion or flow")
     if len(set(told.values())) > 1:
         said = ", ".join(f"{what} ({process})" for what, process in told.items())
-        raise ValueError(f"process: {path} does not agree with itself: {said}; "
-                         "--process counts more than names")  # fmt: skip
+        way_out = "" if given else "; --process counts more than names"
+        raise ValueError(f"process: {path} does not agree with itself: {said}{way_out}")
     told_by, process = next(iter(told.items()))
     return process, told_by

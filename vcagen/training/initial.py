@@ -17,7 +17,7 @@ from vcagen.config.command_line import from_mapping
 from vcagen.config.options import Config, ModelConfig, flatten, may_change
 from vcagen.data.imagenet import public_class_names
 from vcagen.data.latents import DataSpec
-from vcagen.networks.dit import DiT, sincos_positions
+from vcagen.networks.dit import DiT, parse_size, sincos_positions
 from vcagen.networks.public import KINDS, identify
 from vcagen.networks.source import open_source
 from vcagen.networks.weights import Weights, load_into
@@ -38,6 +38,8 @@ class Start:
     class_names: Sequence[str]
     """() where they are not known."""
     num_classes: int
+    num_heads: int | None
+    """None where it is not known."""
 
 
 def with_model_of_init(config: Config) -> Config:
@@ -78,11 +80,12 @@ def open_init(source: str, config: Config) -> Start:
                 names = weights.metadata["data"]["class_names"]
             if theirs.process.name != process:
                 raise ValueError(f"{path}: was trained for {theirs.process.name}; process.name is {process}")
-            return Start(path, weights, theirs.model, names, len(names))
+            heads = theirs.model.num_heads or parse_size(theirs.model.size)["num_heads"]
+            return Start(path, weights, theirs.model, names, len(names), heads)
         # A process of a plugin knows best what it can start from.
         public = identify(path, weights, process if process in KINDS.values() else "flow", over_names=False)
         names = public_class_names(public.class_names, public.num_classes)
-        return Start(path, weights, public.model(), names, public.num_classes)
+        return Start(path, weights, public.model(), names, public.num_classes, public.num_heads)
 
 
 def initial_network(config: Config, data: DataSpec) -> DiT:
@@ -101,7 +104,10 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
         return network
     start = open_init(config.init, config)
     state, new = dict(start.weights.state_dict), network.state_dict()
-    notes = [f"starts from {start.weights.name} of {start.path}"]
+    heads = config.model.num_heads or parse_size(config.model.size)["num_heads"]
+    if start.num_heads not in (None, heads):
+        raise ValueError(f"init: {start.path}: {start.num_heads} attention heads; model.num_heads is {heads}")
+    notes = [f"starts from {start.weights.name} of {start.path}, {config.process.name}"]
     if TABLE in state and state[TABLE].shape[1:] == new[TABLE].shape[1:]:
         null = start.model.class_dropout_prob > 0 and network.null_label is not None
         kept = kept_labels(start, data.class_names, null=null)
