@@ -72,7 +72,7 @@ def test_items_are_scaled_as_lightningdit_does(latents, vae_path, capsys):
 
 
 def test_they_train_resume_and_sample(latents, vae_path, tmp_path):
-    options = {"data__path": str(latents), "vae__path": vae_path, "data__num_workers": 2, "log__preview_every": 2}
+    options = {"data__path": str(latents), "vae__path": vae_path, "data__num_workers": 0, "log__preview_every": 2}
     tiny.train(tmp_path / "whole", **options, train__steps=2)
     tiny.train(tmp_path / "parts", **options, train__steps=1)
     tiny.train(tmp_path / "parts", **options, train__steps=2)

@@ -7,10 +7,13 @@ import sqlite3
 import pytest
 import tiny
 import torch
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 
 from vcagen.config.options import SampleConfig
 from vcagen.sampling import session
 from vcagen.system import trackers
+from vcagen.training import setup
 
 torch.set_num_threads(1)
 
@@ -26,6 +29,7 @@ def score(run):
     session.run(SampleConfig(run_dir=str(run), **given, given=frozenset(given)))
 
 
+@pytest.mark.slow
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,16 +51,38 @@ def test_tensorboard(tmp_path):
     assert value.value == pytest.approx(results["metrics"]["fd_pixels_4"])
 
 
-def test_scores_of_a_tracker_that_fails_are_kept(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tensorboard")
-    train(tmp_path, "tensorboard", 1)
+class Recorder(GeneralTracker):
+    """Keeps what a tracker is told; the scores fail, as without a network."""
 
-    def fail(*_):
-        raise RuntimeError("no network\nmore")
+    name, requires_logging_directory, tracker = "recorder", False, None
 
-    monkeypatch.setattr(trackers, "filter_trackers", fail)
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def start(self):
+        pass
+
+    def store_init_configuration(self, values):
+        self.told.append(values["model.depth"])
+
+    def log(self, values, step=None):
+        if step is None:
+            raise RuntimeError("no network\nmore")
+        self.told.append((step, "loss" in values))
+
+    def log_images(self, values, step):
+        self.told.append((step, values["preview"][0].shape))
+
+
+def test_what_a_tracker_is_told_and_scores_that_it_does_not_take(tmp_path, monkeypatch, capsys):
+    recorder = Recorder()
+    monkeypatch.setattr(setup, "get_available_trackers", lambda: [LoggerType.WANDB])
+    monkeypatch.setattr(trackers, "filter_trackers", lambda names, folder: [recorder])
+    train(tmp_path, "wandb", 1)
+    assert recorder.told == [1, (1, True), (1, (68, 68, 3))]
     score(tmp_path)
-    assert "note: no scores in tensorboard (no network)" in capsys.readouterr().err
+    assert "note: no scores in wandb (no network)" in capsys.readouterr().err
     assert list(tmp_path.glob("samples/*/results.json"))
 
 
