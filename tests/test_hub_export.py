@@ -1,11 +1,16 @@
 """A run among diffusers' pipelines and on the Hub, without a network."""
 
+import base64
+import http.server
 import json
 import re
 import shutil
 import socket
 import sys
+import threading
 import time
+import urllib.parse
+from typing import ClassVar
 from unittest import mock
 
 import diffusers
@@ -14,7 +19,7 @@ import pytest
 import tiny
 import torch
 from diffusers.utils import dynamic_modules_utils
-from helpers import ROOT, draw, image_folder, readme_block, tiny_vae
+from helpers import ROOT, draw, image_folder, python, readme_block, tiny_vae
 
 import vcagen
 from vcagen.__main__ import do
@@ -323,3 +328,85 @@ def test_guidance_needs_a_null_label(tmp_path):
     assert len(pipe([0, 1], num_inference_steps=2).images) == 2
     with pytest.raises(ValueError, match=r"cfg_scale: 2.0; this network has no null label"):
         pipe([0], guidance_scale=2.0)
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the Hub's interface that uploads and downloads need; `files` are those of its repositories."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    commit = 40 * "1"
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        repo = re.match(r"/api/models/(\w+/[\w-]+)/", self.path)
+        if self.path == "/api/repos/create":
+            made = json.loads(body)
+            self.answer({"url": f"http://{self.headers['Host']}/{made['organization']}/{made['name']}"})
+        elif "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[f"{repo[1]}/{line['value']['path']}"] = base64.b64decode(line["value"]["content"])
+            self.answer({"commitUrl": f"http://{self.headers['Host']}/{repo[1]}/commit/1", "commitOid": self.commit})
+        else:
+            self.answer({})
+
+    def do_GET(self):
+        path = urllib.parse.unquote(self.path.partition("?")[0])
+        if found := re.fullmatch(r"/api/models/(\w+/[\w-]+)(/revision/\w+|/tree/\w+)?", path):
+            names = [name.removeprefix(f"{found[1]}/") for name in self.files if name.startswith(f"{found[1]}/")]
+            if (found[2] or "").startswith("/tree"):
+                self.answer([{"type": "file", "path": name, "size": len(self.files[f"{found[1]}/{name}"]), "oid": "1"}
+                             for name in names])  # fmt: skip
+            else:
+                self.answer({"id": found[1], "sha": self.commit, "siblings": [{"rfilename": name} for name in names]})
+            return
+        content = self.files.get(re.sub(r"^/(\w+/[\w-]+)/resolve/\w+/", r"\1/", path))
+        if content is None:
+            self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+        else:
+            self.answer(content, headers={"ETag": f'"{hash(content)}"', "X-Repo-Commit": self.commit})
+
+    do_HEAD = do_GET
+
+    def answer(self, content, code=200, headers=None):
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+ROUND = """
+import sys, torch, vcagen
+from diffusers import DiffusionPipeline
+from vcagen.__main__ import do
+
+do("push", [sys.argv[1], "user/tiny-sit"], prog="vcagen push")
+call = {"class_labels": ["3", 7], "num_inference_steps": 2, "latents": torch.ones(2, 1, 8, 8), "output_type": "latent"}
+pipe = DiffusionPipeline.from_pretrained("user/tiny-sit", trust_remote_code=True)
+here = DiffusionPipeline.from_pretrained(sys.argv[2], trust_remote_code=True)
+assert pipe(**call).images.equal(here(**call).images)
+state, expected = (vcagen.load(source).network.state_dict() for source in ("user/tiny-sit", sys.argv[1]))
+assert all(value.equal(state[name]) for name, value in expected.items())
+"""
+
+
+@pytest.mark.slow
+def test_pushed_to_a_server_and_loaded_from_there(root, tmp_path):
+    """Through huggingface_hub's own code, to a server on this machine."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0",
+               "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+        out, _ = python("-c", ROUND, root / "runs" / "flow", root / "hub" / "flow", env=env)
+        server.shutdown()
+    assert out.startswith(f"{env['HF_ENDPOINT']}/user/tiny-sit\n")
+    assert b"# user/tiny-sit\n" in Hub.files["user/tiny-sit/README.md"]
