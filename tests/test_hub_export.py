@@ -41,7 +41,7 @@ def root(tmp_path_factory):
     """runs/PROCESS, and hub/PROCESS exported from it."""
     root = tmp_path_factory.mktemp("hub")
     for process in ("flow", "diffusion"):
-        tiny.train(root / "runs" / process, process__name=process, sampling__cfg_scale=1.5)
+        tiny.train(root / "runs" / process, process__name=process, sampling__cfg_scale=1.5, sampling__num_steps=5)
         export(root / "runs" / process, root / "hub" / process)
     return root
 
