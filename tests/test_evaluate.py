@@ -21,7 +21,7 @@ from vcagen.evaluation.evaluate import Evaluation, Evaluator, later_command, res
 from vcagen.evaluation.extractor import MissingWeights
 from vcagen.evaluation.features import EXTRACTORS, InceptionFeatures, PixelFeatures
 from vcagen.evaluation.image_source import open_samples, spans
-from vcagen.evaluation.reference import open_reference
+from vcagen.evaluation.reference import check_reference_path, open_reference
 from vcagen.evaluation.scores import (
     METRICS,
     Gaussian,
@@ -538,3 +538,46 @@ def test_memory_is_flat_but_for_the_rows(tmp_path):
     assert middle - small < 8
     assert large - middle < 12  # 20,000 digests of 65 bytes among it
     assert with_rows - large < 15 + 2 * 4_096**2 * 4 / 2**20  # rows: 15 MB; two blocks of distances
+
+
+def test_images_beside_an_old_folder_are_the_samples(tmp_path):
+    write_pngs(tmp_path / "mine", random_pictures(10, 8))
+    write_pngs(tmp_path / "mine" / "old", random_pictures(3, 8, seed=1))
+    result = score_files(tmp_path / "mine", reference=write_pngs(tmp_path / "real", random_pictures(9, 8, seed=2)))
+    assert "fd_pixels_10" in result["metrics"]
+    assert [line for line in result["warnings"] if "left out" in line] == [f"{tmp_path / 'mine'}: left out: old/"]
+    with pytest.raises(ValueError, match=r"10 images lie beside the class folders \(old\)"):
+        open_reference(str(tmp_path / "mine"), PixelFeatures())
+
+
+def test_opaque_alpha_is_no_alpha(tmp_path):
+    images = random_pictures(3, 8)
+    for name, alpha in (("opaque", 255), ("clear", 254)):
+        (tmp_path / name).mkdir()
+        for i, image in enumerate(images):
+            picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+            picture.putalpha(alpha if i else 255)
+            picture.save(tmp_path / name / f"{i}.png")
+    assert every(tmp_path / "opaque").equal(images)
+    with pytest.raises(ValueError, match=r"clear/1\.png: RGBA 8 x 8; all must be 8-bit RGB"):
+        open_samples(str(tmp_path / "clear"))
+
+
+@pytest.mark.parametrize("name", ["arrays.bin", "arrays", "arrays.zip", "arrays.png"])
+def test_content_says_what_is_an_npz(tmp_path, name):
+    save_npz(tmp_path / "x.npz", images := random_pictures(3, 8))
+    path = (tmp_path / "x.npz").rename(tmp_path / name)
+    assert every(path).equal(images)
+    assert open_reference(str(path), PixelFeatures(), rows=False).kind == "images"
+    assert result_path(str(path), "pixels") == tmp_path / "results.json"
+
+
+def test_arrays_that_are_called_npz_and_are_none_are_named(tmp_path):
+    with (tmp_path / "one.npz").open("wb") as file:
+        np.save(file, np.zeros((3, 8, 8, 3), np.uint8))
+    (tmp_path / "text.npz").write_text("PK")
+    (tmp_path / "empty.npz").touch()
+    for name in ("one", "text", "empty"):
+        for read in (open_samples, lambda path: open_reference(path, PixelFeatures()), check_reference_path):
+            with pytest.raises(ValueError, match=rf"{name}\.npz: not an \.npz file"):
+                read(str(tmp_path / f"{name}.npz"))

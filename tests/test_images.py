@@ -2,6 +2,9 @@
 
 import io
 import pickle
+import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from vcagen.data.images import (
     DATASETS,
     ImageSet,
     center_crop,
+    find_images,
     from_uint8,
     is_dataset,
     open_dataset_images,
@@ -156,6 +160,45 @@ def test_one_folder_without_classes(tmp_path):
     assert len(folder.class_names) == 1
 
 
+def listed(folder, **options):
+    """(classes, number of images, what is left out)"""
+    found = scan_images(folder, **options)
+    return found.class_names, len(found.paths), found.left_out
+
+
+def test_images_beside_folders(tmp_path):
+    image_folder(tmp_path, {"": 10, "old": 3, "notes": 0}, size=8)
+    assert listed(tmp_path, flat=True) == (("image",), 10, ("old/",))
+    with pytest.raises(ValueError, match=r": 10 images lie beside the class folders \(old\)"):
+        scan_images(tmp_path)
+    shutil.rmtree(tmp_path / "old")
+    for flat in (True, False):  # a folder without images hides nothing
+        assert listed(tmp_path, flat=flat) == (("image",), 10, ())
+
+
+@pytest.mark.parametrize(
+    ("extra", "left_out"),
+    [(".hidden/x.png", ".hidden/"), ("_old/deep/x.png", "_old/"), ("a/._mac.png", "a/._mac.png"),
+     ("a/x.avif", "a/x.avif"),
+     ("a/x.JFIF", "a/x.JFIF"), ("a/.thumbs/x.png", "a/.thumbs/"), ("a/photo", "a/photo"), ("a/notes.txt", None),
+     (".git/config", None), ("README.md", None)],
+)  # fmt: skip
+def test_what_a_listing_leaves_out_is_named(tmp_path, extra, left_out, capsys):
+    image_folder(tmp_path, {"a": 2, "b": 1}, size=8)
+    (tmp_path / extra).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / extra).write_bytes(b"")
+    assert listed(tmp_path) == (("a", "b"), 3, () if left_out is None else (left_out,))
+    find_images(str(tmp_path))
+    note = capsys.readouterr().err
+    assert note == ("" if left_out is None else f"note: {tmp_path}; left out: {left_out}\n")
+
+
+def test_images_far_below_a_class_folder_are_found(tmp_path):
+    image_folder(tmp_path, {"a": 2, "a/b/c/d": 1}, size=8)
+    with pytest.raises(ValueError, match="a/b: images two folders down"):
+        scan_images(tmp_path)
+
+
 def test_empty_class(tmp_path):
     image_folder(tmp_path, {"a": 2, "b": 0, "c": 2}, size=8)
     with pytest.raises(ValueError, match=": b: class folder without images"):
@@ -282,3 +325,34 @@ def test_a_set_of_ones_own(monkeypatch):
     pixels, bad = read_all(open_images("grey:7-8-9-200", ImageConfig()))
     assert pixels[:, 0, 0, 0].tolist() == [7, 8, 9, 200]
     assert not bad
+
+
+def png_of_16_bits(values, colour):
+    """A PNG of values (H, W, channels); its colour type is 0 grey, 2 RGB, 4 grey and alpha, or 6 RGBA."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, colour, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_16_bits_are_rounded_in_every_mode(tmp_path, colour, channels):
+    values = np.random.default_rng(0).integers(0, 65536, (9, 7, channels))
+    values[0, 0], values[0, 1] = 65535, 127  # white, and what truncation would hide
+    (tmp_path / "x.png").write_bytes(png_of_16_bits(values, colour))
+    expected = np.floor(values[..., : 3 if channels > 2 else 1] * 255 / 65535 + 0.5)
+    for file in (None, io.BytesIO((tmp_path / "x.png").read_bytes())):
+        found = np.asarray(read_image(tmp_path / "x.png", file))
+        assert (found == np.broadcast_to(expected, (9, 7, 3))).all()
+
+
+@pytest.mark.parametrize("compression", [None, "zlib"])
+@pytest.mark.parametrize("order", "<>")
+def test_16_bits_of_tiff_are_rounded_too(tmp_path, compression, order):
+    tifffile = pytest.importorskip("tifffile")
+    values = np.random.default_rng(0).integers(0, 65536, (9, 7, 3)).astype(np.uint16)
+    tifffile.imwrite(tmp_path / "x.tif", values, compression=compression, byteorder=order, photometric="rgb")
+    assert (np.asarray(read_image(tmp_path / "x.tif")) == np.floor(values / 257 + 0.5)).all()

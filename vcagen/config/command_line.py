@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass, replace
@@ -225,27 +226,47 @@ def make_named(option: str, name: str) -> Any:
         raise ValueError(f"{option}: {name}: {error}; needs module.path:callable") from error
 
 
+TOO_LARGE = re.compile(r"(?i)out of memory|allocate memory|overflow|greater than maximum|MemoryError")
+"""In the messages of Python's and PyTorch's errors about numbers."""
+
+
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main` and exit: 0 when done, 2 with one line on stderr for ValueError and OSError, 130 for Ctrl-C.
+    """Call `main` and exit: 0 when done, 2 with one line on stderr for a user's mistake, 130 for Ctrl-C.
+
+    Mistakes are ValueError, OSError, and what comes of numbers that are too large for the machine. Warnings of other
+    libraries are shown in the end, and not where a mistake says what is wrong. Names that are not UTF-8 are escaped.
 
     Under a launcher the other ranks give rank 0 two seconds to speak first: the launcher ends them when it has.
     `VCAGEN_TRACEBACK=1` shows the traceback as well.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a file, in a process of its own
+    warned: list[warnings.WarningMessage] = []
     try:
-        main()
-    except (ValueError, OSError) as error:
+        with warnings.catch_warnings(record=True) as warned:
+            main()
+    except Exception as error:
+        message = re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
+        if not isinstance(error, ValueError | OSError):
+            if not TOO_LARGE.search(message):
+                raise
+            message = f"an option is too large for this machine ({message:.160})"
+        warned = []
         if os.environ.get("VCAGEN_TRACEBACK"):
             traceback.print_exc()
         rank = int(os.environ.get("RANK", "0"))
         if rank:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(2)
-        message = re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
         print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
         _leave(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _leave(130)
+    finally:
+        for warning in warned:
+            print(warnings.formatwarning(warning.message, warning.category, warning.filename, warning.lineno),
+                  file=sys.stderr, end="")  # fmt: skip
     raise SystemExit(0)
 
 

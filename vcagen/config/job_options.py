@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, VaeConfig
+from vcagen.config.options import ImageConfig, ModelConfig, ProcessConfig, Size, VaeConfig
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class CostConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
     channels: PositiveInt = 4
     """Latent channels."""
-    latent_size: PositiveInt = 32
+    latent_size: Size = 32
     """Latent height and width."""
     num_classes: PositiveInt = 1000
     """Classes."""
@@ -291,7 +291,7 @@ class ExtractorConfig:
     """Local file of the Inception weights. Default: torch-fidelity's download."""
     batch: PositiveInt = 64
     """Images a forward pass."""
-    image_size: PositiveInt | None = None
+    image_size: Size | None = None
     """Crop images of a reference folder to this side, as in training. Default: images must have one size."""
     num_workers: NonNegativeInt = 4
     """Decoding processes."""

@@ -17,6 +17,7 @@ from jsonargparse.typing import (
 )
 
 Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**63)], docstring="int restricted to be 0..2^63 - 1")
+Size = restricted_number_type("Size", int, [(">=", 1), ("<=", 2**16)], docstring="int restricted to be 1..65536")
 Rate = restricted_number_type("Rate", float, [(">=", 0), ("<", float("inf"))], docstring="float restricted to be ≥0")
 Decay = restricted_number_type("Decay", float, [(">=", 0), ("<", 1)], docstring="float restricted to be in [0, 1)")
 
@@ -56,7 +57,7 @@ class ModelConfig:
     """Options of the attention, where it has them."""
     hidden_size: PositiveInt | None = None
     """Width, where it differs from the named size."""
-    depth: PositiveInt | None = None
+    depth: Size | None = None  # type: ignore[valid-type]
     """Number of blocks, where it differs from the named size."""
     num_heads: PositiveInt | None = None
     """Number of attention heads, where it differs from the named size."""
@@ -100,7 +101,7 @@ class VaeConfig:
 class ImageConfig:
     """How an image folder is read."""
 
-    image_size: PositiveInt | None = None
+    image_size: Size | None = None  # type: ignore[valid-type]
     """Side of the centre crop in pixels. Default: that of the shards; without shards 256, and 8 for the digits."""
     on_bad_image: Literal["error", "skip"] = "error"
     """Unreadable files: list them all and stop, or leave them out and list them in the output."""

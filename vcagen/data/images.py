@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,18 +53,45 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 def read_image(path: str | Path, file: Path | IO[bytes] | None = None) -> Image.Image:
     """Read a file of any colour mode as 8-bit RGB; `file`, where it is given, is the open file and `path` its name.
 
-    16-bit grey is scaled to 8 bits; alpha is dropped and EXIF orientation ignored, as behind the published numbers.
+    16 bits are scaled to 8 and rounded; alpha is dropped and EXIF orientation ignored, as behind the published numbers.
 
     Raises:
         ValueError: the file cannot be decoded to its last pixel, or its mode has no defined range.
     """
     with decoding(path, file) as image:
+        layout = _layout(image)
         image.load()
-        return _to_rgb(image)
+        rgb = _to_rgb(image)
+    if layout not in OTHER_BYTE:
+        return rgb
+    with decoding(path, file) as image:  # Pillow keeps the high bytes of 16-bit colours: now the low ones
+        other = OTHER_BYTE[layout]
+        image.tile = [  # type: ignore[assignment]  # plain tuples are enough, and all there is in Pillow 10
+            (*tile[:3], (other, *tile[3][1:]) if isinstance(tile[3], tuple) else other) for tile in image.tile
+        ]
+        low = np.asarray(image)[:, :, [1, 1, 1] if layout == "LA;16B" else [0, 1, 2]]
+    return _from_16_bits(np.asarray(rgb).astype(np.int64) * 256 + low)
+
+
+OTHER_BYTE = {
+    "RGB;16B": "RGB;16L", "RGBA;16B": "RGBA;16L", "RGB;16L": "RGB;16B", "RGBA;16L": "RGBA;16B",
+    "RGB;16N": f"RGB;16{'B' if sys.byteorder == 'little' else 'L'}", "LA;16B": "RGBA",
+}  # fmt: skip
+"""Pillow's name of a layout of 16-bit colours in a file, and of one whose high bytes are the low bytes of the first."""
+
+
+def _layout(image: ImageFile.ImageFile) -> str:
+    """Pillow's name of how pixels lie in the file of an image that is not loaded yet."""
+    found = image.tile[0][3] if image.tile else ""
+    return str(found[0]) if isinstance(found, tuple) and found else str(found)
+
+
+def _from_16_bits(values: NDArray[np.int64]) -> Image.Image:
+    return Image.fromarray(((values + 128) // 257).astype(np.uint8))
 
 
 @contextmanager
-def decoding(path: str | Path, file: Path | IO[bytes] | None = None) -> Iterator[Image.Image]:
+def decoding(path: str | Path, file: Path | IO[bytes] | None = None) -> Iterator[ImageFile.ImageFile]:
     """Open an image; whatever Pillow's decoders raise on a broken one becomes one ValueError that names it."""
     try:
         with Image.open(path if file is None else file) as image:
@@ -85,7 +113,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         wide = image.mode == "I" and image.format == "TIFF"  # 16 bits of other formats may come as "I" too
         if wide or values.min() < 0 or values.max() > 65535:
             raise ValueError("32-bit pixels have no defined range")
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+        image = _from_16_bits(values)
     return image.convert("RGB")
 
 
@@ -108,56 +136,87 @@ class ImageFolder:
     """Posix paths relative to root, sorted by class, then by name."""
     labels: tuple[int, ...]
     class_names: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """What may hold images and is not listed; folders end in a slash."""
 
     def open(self, index: int) -> Path:
         """Where the image of that index lies."""
         return self.root / self.paths[index]
 
 
-def scan_images(folder: str | Path, *, allow_empty_classes: bool = False) -> ImageFolder:
+def scan_images(folder: str | Path, *, allow_empty_classes: bool = False, flat: bool = False) -> ImageFolder:
     """List the images of a folder whose sub-folders are the classes, sorted by name; without sub-folders: one class.
 
-    Names that start with a dot, and sub-folders that start with an underscore, are passed over; extensions compare in
-    lower case.
+    Names that start with a dot, sub-folders that start with an underscore, and kinds of images that are not of
+    EXTENSIONS are left out and named; extensions compare in lower case. Sub-folders without images are no classes where
+    images lie beside them.
+
+    Args:
+        flat: take the images that lie beside sub-folders with images, and leave those out.
 
     Raises:
-        ValueError: not a folder, no images, a class without images, or images below a class folder's own sub-folder.
+        ValueError: not a folder, no images, a class without images, images beside class folders that are not `flat`, or
+            images below a class folder's own sub-folder.
     """
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(f"{folder}: not a folder of images")
-    class_names, files = _list(root)
-    paths = [] if class_names else files
+    class_names, beside, left_out = _list(root)
+    if beside:
+        full = [name for name in class_names if _holds_images(root / name)]
+        if full and not flat:
+            raise ValueError(f"{folder}: {len(beside)} images lie beside the class folders ({few(full)})")
+        class_names, left_out = [], [*(f"{name}/" for name in full), *left_out]
+    paths = beside
     labels, empty = [0] * len(paths), list[str]()
     for label, name in enumerate(class_names):
-        nested, files = _list(root / name)
-        if deep := [other for other in nested if _list(root / name / other)[1]]:
+        nested, files, others = _list(root / name)
+        if deep := [other for other in nested if _holds_images(root / name / other)]:
             raise ValueError(f"{root / name / deep[0]}: images two folders down; class folders lie directly in {root}")
         if not files:
             empty.append(name)
         paths += [f"{name}/{file}" for file in files]
         labels += [label] * len(files)
+        left_out += [f"{name}/{other}" for other in others]
     if not paths:
-        raise ValueError(f"{folder}: no images; extensions read are {' '.join(EXTENSIONS)}")
+        raise ValueError(f"{folder}: no images; extensions read are {' '.join(EXTENSIONS)}{_left_out(left_out)}")
     if empty and not allow_empty_classes:
         names = few(empty, 20)
         raise ValueError(f"{folder}: {names}: class folder without images; remove it, or give allow_empty_classes")
-    return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names) or ("image",))
+    return ImageFolder(root, tuple(paths), tuple(labels), tuple(class_names) or ("image",), tuple(left_out))
 
 
-def _list(folder: Path) -> tuple[list[str], list[str]]:
-    """Sorted names of the visible sub-folders and of the image files."""
-    folders, files = [], []
+def _left_out(names: Sequence[str]) -> str:
+    return f"; left out: {few(names, 20)}" if names else ""
+
+
+def _list(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Sorted names of the visible sub-folders, of the image files, and of what else may be or hold images."""
+    folders, files, others = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
-                continue
+            hidden = entry.name.startswith(".")
             if entry.is_dir():
-                if not entry.name.startswith("_"):
+                if not (hidden or entry.name.startswith("_")):
                     folders.append(entry.name)
+                elif _holds_images(Path(entry.path)):
+                    others.append(f"{entry.name}/")
             elif entry.name.lower().endswith(EXTENSIONS):
-                files.append(entry.name)
-    return sorted(folders), sorted(files)
+                (others if hidden else files).append(entry.name)
+            elif not hidden and Path(entry.name).suffix.lower() in _other_extensions():
+                others.append(entry.name)
+    return sorted(folders), sorted(files), sorted(others)
+
+
+def _holds_images(folder: Path) -> bool:
+    """Whether there are images below a folder."""
+    return any(name.lower().endswith(EXTENSIONS) for _, _, names in os.walk(folder) for name in names)
+
+
+@cache
+def _other_extensions() -> frozenset[str]:
+    """Extensions of images that are not read, and none at all."""
+    return frozenset({"", ".heic", ".jxl", *Image.registered_extensions()} - set(EXTENSIONS))
 
 
 def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
@@ -171,6 +230,8 @@ def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
     if Path(path).is_file():
         raise ValueError(f"{path}: no images; a folder, an uncompressed tar, a zip or parquet files are read")
     folder = scan_images(path, allow_empty_classes=allow_empty_classes)
+    if folder.left_out and int(os.environ.get("RANK", "0")) == 0:
+        print(f"note: {path}{_left_out(folder.left_out)}", file=sys.stderr)
     return Listing(path, folder.paths, folder.labels, folder.class_names, folder.open)
 
 

@@ -361,4 +361,4 @@ def _output_folder(path: str) -> Path:
     here = Path(path)
     if (here / "manifest.json").is_file():
         return here
-    return here.parent if here.suffix == ".npz" or here.name == "images" or is_dataset(path) else here
+    return here.parent if here.is_file() or here.name == "images" or is_dataset(path) else here

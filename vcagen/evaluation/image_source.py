@@ -86,7 +86,7 @@ def open_samples(path: str, *, num_workers: int = 4, expected: int | None = None
     """
     if (Path(path) / "manifest.json").is_file():
         path = str(Path(path) / "images")
-    whole = is_dataset(path) or Path(path).suffix == ".npz"
+    whole = is_dataset(path) or is_npz(path)
     source = open_images(path) if whole else _open_sample_folder(path, num_workers)
     if expected is not None and source.count != expected:
         extra = [] if whole else source.images.names[expected:]
@@ -106,7 +106,7 @@ def open_images(
     if is_dataset(path):
         images = open_dataset_images(path)
         return ImageSource(path, path, images, (images.channels, images.image_size, images.image_size))
-    if Path(path).suffix == ".npz":
+    if is_npz(path):
         return open_npz(path)
     listing = find_images(path)
     read = partial(read_listed, listing, image_size, grayscale)
@@ -116,7 +116,7 @@ def open_images(
 
 
 def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
-    folder = scan_images(path, allow_empty_classes=True)
+    folder = scan_images(path, allow_empty_classes=True, flat=True)
     files = [folder.root / name for name in folder.paths]
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         headers = list(pool.map(_header, files))
@@ -128,6 +128,8 @@ def _open_sample_folder(path: str, num_workers: int) -> ImageSource:
     warnings = []
     if any(file.suffix.lower() in (".jpg", ".jpeg", ".webp") for file in files):
         warnings.append("samples were stored with loss (JPEG or WebP): scores differ from those of lossless files")
+    if folder.left_out:
+        warnings.append(f"{path}: left out: {few(folder.left_out, 20)}")
     if len(folder.class_names) > 1:
         warnings.append("samples are sorted by class: IS, over chunks of 5,000 in order, comes out too low")
     shape = (3 if mode == "RGB" else 1, height, width)
@@ -152,7 +154,7 @@ def _read_shaped(path: str, names: Sequence[str], read: Callable[[int], Tensor],
 
 def _read_sample(files: Sequence[Path], index: int) -> Tensor:
     with decoding(files[index]) as image:
-        return _pixels(image)
+        return _pixels(image.convert("RGB") if image.mode == "RGBA" else image)
 
 
 def _pixels(image: Image.Image) -> Tensor:
@@ -161,13 +163,29 @@ def _pixels(image: Image.Image) -> Tensor:
 
 
 def _header(file: Path) -> tuple[str, int, int]:
-    """Mode, width and height; a PNG of another depth than 8 bits has it in the mode."""
+    """Mode, width and height; a PNG of another depth than 8 bits has it in the mode, RGBA that is opaque is RGB."""
     with decoding(file) as image:
         mode = image.mode
-        if image.format == "PNG" and mode in ("RGB", "L"):
+        if image.format == "PNG" and mode in ("RGB", "RGBA", "L"):
             with file.open("rb") as raw:
                 mode = mode if (bits := raw.read(25)[24]) == 8 else f"{bits}-bit {mode}"
+        if mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
+            mode = "RGB"
         return mode, *image.size
+
+
+def is_npz(path: str) -> bool:
+    """Whether a file is an archive of NumPy arrays, by its content.
+
+    Raises:
+        ValueError: it is called so and is none.
+    """
+    if zipfile.is_zipfile(path):
+        with reading(path), zipfile.ZipFile(path) as archive:
+            return all(name.endswith(".npy") for name in archive.namelist())
+    if Path(path).suffix == ".npz" and Path(path).is_file():
+        raise ValueError(f"{path}: not an .npz file, or one that is cut short")
+    return False
 
 
 def open_npz(path: str) -> ImageSource:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from vcagen.data.images import archive_kind, is_dataset
 from vcagen.evaluation.extractor import Extractor, Features, Shape
-from vcagen.evaluation.image_source import CROP, ImageSource, open_images, open_npz, spans
+from vcagen.evaluation.image_source import CROP, ImageSource, is_npz, open_images, open_npz, spans
 from vcagen.evaluation.scores import Gaussian, InceptionScore, Measured
 from vcagen.processes.process import non_finite_rows
 from vcagen.system.files import FORMAT, atomic_file, parse_record, reading, sha256
@@ -170,9 +170,7 @@ class Reference(Measured):
 
 def check_reference_path(path: str) -> None:
     """Raise ValueError where `path` cannot be a reference, before anything else takes time."""
-    file = Path(path)
-    npz = file.suffix == ".npz" and file.is_file()
-    if not (is_dataset(path) or file.is_dir() or npz or (file.suffix != ".npz" and archive_kind(path))):
+    if not (is_dataset(path) or Path(path).is_dir() or is_npz(path) or archive_kind(path)):
         raise ValueError(f"reference: {path}: no .npz file, no folder or archive of images, nor a built-in set")
 
 
@@ -200,7 +198,7 @@ def open_reference(
             statistics made by another extractor or of images of another shape.
     """
     check_reference_path(path)
-    if not is_dataset(path) and Path(path).suffix == ".npz" and (arrays := _load_statistics(path)):
+    if not is_dataset(path) and is_npz(path) and (arrays := _load_statistics(path)):
         return _stored(path, arrays, extractor, batch, rows, shape)
     grayscale = grayscale or (shape is not None and shape[0] == 1)
     source = open_images(path, image_size=image_size, num_workers=num_workers, grayscale=grayscale)
