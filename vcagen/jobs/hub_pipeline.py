@@ -126,7 +126,7 @@ class VcagenPipeline(DiffusionPipeline):  # type: ignore[misc]
         check_choice("output_type", output_type, ("pil", "np", "pt", "latent"))
         network, device = self.transformer, self._execution_device
         data = DataSpec.from_dict(network.config.metadata["data"])
-        each = [class_labels] if isinstance(class_labels, int | str) else list(class_labels)
+        each = np.atleast_1d(np.asarray(class_labels)).tolist()
         y = torch.tensor(LabelRule(each, data.num_classes, data.class_names).given, device=device)
         if self.vae is None and data.vae["sha256"] and output_type != "latent":
             raise ValueError("vae: missing; without it there are latents only: output_type='latent'")
