@@ -6,11 +6,18 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from helpers import close, u
+from helpers import close, python, readme_block, u
+from PIL import Image
+from timm.data import Mixup, create_dataset, create_loader
+from timm.loss import SoftTargetCrossEntropy
 from timm.models import group_parameters
 from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3, accuracy, update_summary
 
+from vcagen.data.images import open_dataset_images
 from vcagen.networks.attention import VisualContrastAttention
+from vcagen.paper.classifiers import read_top1
 from vcagen.recognition import MODELS
 
 DEIT, SWIN = "vca_deit_tiny_patch16_224", "vca_swin_tiny_patch4_window7_224"
@@ -315,3 +322,70 @@ def test_another_input_size_of_swin_is_checked():
     assert model(F.interpolate(x, (128, 128))).shape == (2, 3)
     with pytest.raises(ValueError, match="img_size: windows of 3 x 3 do not divide the 8 x 8 tokens"):
         model.set_input_size((128, 128), window_size=3)
+
+
+def test_snippet_of_the_page(capsys):
+    exec("\n".join(readme_block("use", "docs/recognition.md")), {})
+    assert capsys.readouterr().out == "torch.Size([2, 10])\n[(1, 28, 28, 192), (1, 7, 7, 768)]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (DEIT, {"patch_size": 8, "embed_dim": 64, "num_heads": 4, "depth": 3, "contrast_grid": 2}),
+        ("vca_pvt_tiny", {**TINY["vca_pvt_tiny"], "embed_dims": (16, 32, 64, 64)}),
+    ],
+)
+def test_training_by_the_functions_of_timm(tmp_path, name, shape):
+    """The recipe of docs/recognition.md on a folder of digits, as timm's train.py does it, up to its summary.csv."""
+    digits = open_dataset_images("digits")
+    for i in range(600):
+        folder = tmp_path / ("train" if i < 500 else "val") / str(digits.labels[i])
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(digits[i][0].numpy()).resize((32, 32)).save(folder / f"{i}.png")
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, drop_path_rate=0.05, in_chans=1, **{**shape, "img_size": 32})
+    loaders = [
+        create_loader(create_dataset("", tmp_path, split=split, input_img_mode="L"), (1, 32, 32), 20,
+                      is_training=split == "train", use_prefetcher=False, num_workers=0, scale=(0.8, 1), hflip=0,
+                      mean=(0.5,), std=(0.5,), crop_pct=1.0, re_prob=0.1, persistent_workers=False)
+        for split in ("train", "val")
+    ]  # fmt: skip
+    mixup, loss_of = Mixup(0.2, 0.2, label_smoothing=0.1, num_classes=10), SoftTargetCrossEntropy()
+    optimizer = create_optimizer_v2(model, "adamw", lr=2e-3, weight_decay=0.05)
+    scheduler, epochs = create_scheduler_v2(optimizer, num_epochs=8, warmup_epochs=1, warmup_lr=1e-4, min_lr=1e-4)
+    ema = ModelEmaV3(model, decay=0.9)
+    for epoch in range(epochs):
+        model.train()
+        for images, targets in loaders[0]:
+            images, soft = mixup(images, targets)
+            loss = loss_of(model(images), soft)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ema.update(model)
+        scheduler.step(epoch + 1)
+        ema.eval()
+        with torch.inference_mode():
+            top1 = sum(accuracy(ema(images), targets)[0].item() for images, targets in loaders[1]) / len(loaders[1])
+        metrics = {"loss": loss.item()}, {"top1": top1}
+        summary = tmp_path / name / "summary.csv"
+        summary.parent.mkdir(exist_ok=True)
+        update_summary(epoch, *metrics, filename=summary, write_header=epoch == 0)
+    found = read_top1(tmp_path, name)
+    assert found.percent == pytest.approx(top1)
+    assert found.source == f"{name}/summary.csv, epoch {epochs - 1}"
+    assert top1 > 25  # ten classes
+
+
+@pytest.mark.slow
+def test_the_digits_of_the_page():
+    table, _ = python("docs/digit_classifiers.py", "--steps", 60, "--seeds", 2)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert [row[0] for row in rows[2:]] == ["DeiT", "DeiT + VCA"]
+    for row in rows[2:]:
+        assert 190_000 < int(row[1].replace(",", "")) < 220_000
+        each = [float(value) for value in row[2].split(",")]
+        assert sum(each) / 2 == pytest.approx(float(row[3]), abs=0.1)
+        assert all(12 < value <= 100 for value in each)  # 10 by chance
