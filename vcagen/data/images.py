@@ -227,8 +227,9 @@ def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
     """
     if list_archive := archive_kind(path):
         return list_archive(path).check(allow_empty_classes=allow_empty_classes)
-    if Path(path).is_file():
-        raise ValueError(f"{path}: no images; a folder, an uncompressed tar, a zip or parquet files are read")
+    if not Path(path).is_dir():
+        found = "no images" if Path(path).exists() else "no such folder or file"
+        raise ValueError(f"{path}: {found}; a folder, an uncompressed tar, a zip or parquet files are read")
     folder = scan_images(path, allow_empty_classes=allow_empty_classes)
     if folder.left_out and int(os.environ.get("RANK", "0")) == 0:
         print(f"note: {path}{_left_out(folder.left_out)}", file=sys.stderr)
