@@ -328,7 +328,7 @@ def test_parquet_that_is_refused(folder, tmp_path):
     assert "no bytes of an image" in bad[0]
 
 
-def test_images_of_tars_lie_side_by_side(tmp_path):
+def test_images_of_tars_lie_side_by_side(tmp_path, capsys):
     with tarfile.open(tmp_path / "deep.tar", "w") as archive:
         add(archive, "train/a/0.png", b"x")
         add(archive, "val/a/0.png", b"x")
@@ -338,7 +338,11 @@ def test_images_of_tars_lie_side_by_side(tmp_path):
         add(archive, "./1.png", b"x")
         add(archive, "0.png", b"x")
         add(archive, ".hidden.png", b"x")
+        add(archive, "2.heic", b"x")
+        add(archive, "notes.txt", b"x")
     flat = find_images(str(tmp_path / "flat.tar"))
+    assert flat.left_out == [".hidden.png", "2.heic"]
+    assert "left out: .hidden.png, 2.heic" in capsys.readouterr().err
     assert (flat.names, flat.class_names) == (["0.png", "1.png"], ["image"])
     with tarfile.open(tmp_path / "none.tar", "w") as archive:
         add(archive, "notes.txt", b"x")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from vcagen.data.listing import EXTENSIONS, Listing
+from vcagen.data.listing import EXTENSIONS, Listing, other_extensions
 from vcagen.system.files import few, reading
 
 ZIP_HEADER = 30
@@ -33,16 +33,22 @@ def list_tar(path: str) -> Listing:
         ValueError: not an uncompressed tar, cut short, or images that lie in no class or two folders down.
     """
     found: list[tuple[str, str, int, int]] = []  # class, name, first byte, bytes
+    left_out: list[str] = []
     with reading(path), tarfile.open(path, "r:") as outer:
         for member in tqdm(_members(outer, path), desc=f"listing {Path(path).name}", unit="member", disable=None):
             place = PurePosixPath(member.name)
-            if place.suffix == ".tar":
+            if place.suffix == ".tar" and member.isfile() and not _hidden(member.name):
                 with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
-                    for image in filter(_is_image, _members(inner, f"{path}/{member.name}")):
+                    for image in _members(inner, f"{path}/{member.name}"):
                         start = member.offset_data + image.offset_data
-                        found.append((place.stem, PurePosixPath(image.name).name, start, image.size))
-            elif _is_image(member):
+                        if image.isfile() and _is_image(image.name):
+                            found.append((place.stem, PurePosixPath(image.name).name, start, image.size))
+                        elif image.isfile() and _may_be(image.name):
+                            left_out.append(f"{member.name}/{image.name}")
+            elif member.isfile() and _is_image(member.name):
                 found.append((str(place.parent), place.name, member.offset_data, member.size))
+            elif member.isfile() and _may_be(member.name):
+                left_out.append(member.name)
     found.sort()
     folders = sorted({folder for folder, *_ in found})
     if len({PurePosixPath(folder).parent for folder in folders if folder != "."}) > 1 or "." in folders[:-1]:
@@ -51,7 +57,8 @@ def list_tar(path: str) -> Listing:
     labels = {folder: label for label, folder in enumerate(folders)}
     names = [name if folder == "." else f"{PurePosixPath(folder).name}/{name}" for folder, name, *_ in found]
     spans = np.array([span for _, _, *span in found], dtype=np.int64).reshape(-1, 2)
-    return Listing(path, names, [labels[folder] for folder, *_ in found], class_names, _TarReader(path, spans))
+    reader = _TarReader(path, spans)
+    return Listing(path, names, [labels[folder] for folder, *_ in found], class_names, reader, sorted(left_out))
 
 
 def _members(archive: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
@@ -67,10 +74,18 @@ def _members(archive: tarfile.TarFile, name: str) -> Iterator[tarfile.TarInfo]:
         raise ValueError(f"{name}: cut short or damaged: no end of archive at byte {archive.offset:,}")
 
 
-def _is_image(member: tarfile.TarInfo) -> bool:
-    place = PurePosixPath(member.name)
-    hidden = any(part.startswith(".") for part in place.parts)
-    return member.isfile() and not hidden and place.suffix.lower() in EXTENSIONS
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not _hidden(name)
+
+
+def _may_be(name: str) -> bool:
+    """Whether a file that is not read may be an image or hold some."""
+    suffix = PurePosixPath(name).suffix.lower()
+    return suffix in (".tar", ".zip", *EXTENSIONS) or (suffix in other_extensions() and not _hidden(name))
 
 
 @dataclass(frozen=True)
@@ -95,19 +110,17 @@ def list_zip(path: str) -> Listing:
         ValueError: not a whole zip, no labels, images without one, labels without an image, or latents.
     """
     with reading(path), zipfile.ZipFile(path) as archive:
-        members = {member.filename: member for member in archive.infolist() if _is_image_name(member.filename)}
-        if "dataset.json" not in archive.namelist():
+        files = {member.filename: member for member in archive.infolist() if not member.is_dir()}
+        members = {name: member for name, member in files.items() if _is_image(name)}
+        if "dataset.json" not in files:
             raise ValueError("no dataset.json in it, which holds the labels")
         labels = _zip_labels(json.loads(archive.read("dataset.json")), list(members))
     order = sorted(members, key=lambda name: (labels[name], name))
     rows = [(m.header_offset, m.compress_size, m.compress_type, m.CRC) for m in map(members.__getitem__, order)]
     class_names = [str(label) for label in range(max(labels.values(), default=-1) + 1)]
     reader = _ZipReader(path, np.array(rows, dtype=np.int64).reshape(-1, 4))
-    return Listing(path, order, [labels[name] for name in order], class_names, reader)
-
-
-def _is_image_name(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS)
+    left_out = sorted(name for name in files if name not in members and _may_be(name))
+    return Listing(path, order, [labels[name] for name in order], class_names, reader, left_out)
 
 
 def _zip_labels(record: Any, names: list[str]) -> dict[str, int]:

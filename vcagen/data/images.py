@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from vcagen.config.options import ImageConfig
 from vcagen.data.archives import list_tar, list_zip
 from vcagen.data.fashion import fashion
 from vcagen.data.image_set import ImageSet
-from vcagen.data.listing import EXTENSIONS, Listing
+from vcagen.data.listing import EXTENSIONS, Listing, other_extensions
 from vcagen.data.parquet import list_parquet, parquet_files
 from vcagen.system.files import few
 
@@ -66,9 +66,10 @@ def read_image(path: str | Path, file: Path | IO[bytes] | None = None) -> Image.
         return rgb
     with decoding(path, file) as image:  # Pillow keeps the high bytes of 16-bit colours: now the low ones
         other = OTHER_BYTE[layout]
-        image.tile = [  # type: ignore[assignment]  # plain tuples are enough, and all there is in Pillow 10
+        tiles: list[Any] = [  # plain tuples are enough, and all there is in Pillow 10
             (*tile[:3], (other, *tile[3][1:]) if isinstance(tile[3], tuple) else other) for tile in image.tile
         ]
+        image.tile = tiles
         low = np.asarray(image)[:, :, [1, 1, 1] if layout == "LA;16B" else [0, 1, 2]]
     return _from_16_bits(np.asarray(rgb).astype(np.int64) * 256 + low)
 
@@ -203,7 +204,7 @@ def _list(folder: Path) -> tuple[list[str], list[str], list[str]]:
                     others.append(f"{entry.name}/")
             elif entry.name.lower().endswith(EXTENSIONS):
                 (others if hidden else files).append(entry.name)
-            elif not hidden and Path(entry.name).suffix.lower() in _other_extensions():
+            elif not hidden and Path(entry.name).suffix.lower() in other_extensions():
                 others.append(entry.name)
     return sorted(folders), sorted(files), sorted(others)
 
@@ -213,12 +214,6 @@ def _holds_images(folder: Path) -> bool:
     return any(name.lower().endswith(EXTENSIONS) for _, _, names in os.walk(folder) for name in names)
 
 
-@cache
-def _other_extensions() -> frozenset[str]:
-    """Extensions of images that are not read, and none at all."""
-    return frozenset({"", ".heic", ".jxl", *Image.registered_extensions()} - set(EXTENSIONS))
-
-
 def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
     """List the images of a folder, a tar, a zip or parquet files, read where they lie.
 
@@ -226,14 +221,16 @@ def find_images(path: str, *, allow_empty_classes: bool = False) -> Listing:
         ValueError: as `scan_images`, `list_tar`, `list_zip` and `list_parquet`, or another kind of file.
     """
     if list_archive := archive_kind(path):
-        return list_archive(path).check(allow_empty_classes=allow_empty_classes)
-    if not Path(path).is_dir():
+        listing = list_archive(path).check(allow_empty_classes=allow_empty_classes)
+    elif Path(path).is_dir():
+        folder = scan_images(path, allow_empty_classes=allow_empty_classes)
+        listing = Listing(path, folder.paths, folder.labels, folder.class_names, folder.open, folder.left_out)
+    else:
         found = "no images" if Path(path).exists() else "no such folder or file"
         raise ValueError(f"{path}: {found}; a folder, an uncompressed tar, a zip or parquet files are read")
-    folder = scan_images(path, allow_empty_classes=allow_empty_classes)
-    if folder.left_out and int(os.environ.get("RANK", "0")) == 0:
-        print(f"note: {path}{_left_out(folder.left_out)}", file=sys.stderr)
-    return Listing(path, folder.paths, folder.labels, folder.class_names, folder.open)
+    if listing.left_out and int(os.environ.get("RANK", "0")) == 0:
+        print(f"note: {path}{_left_out(listing.left_out)}", file=sys.stderr)
+    return listing
 
 
 def archive_kind(path: str) -> Callable[[str], Listing] | None:

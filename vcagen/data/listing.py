@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
+
+from PIL import Image
 
 from vcagen.system.files import few
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+@cache
+def other_extensions() -> frozenset[str]:
+    """Extensions of images that are not read, and none at all."""
+    return frozenset({"", ".heic", ".jxl", *Image.registered_extensions()} - set(EXTENSIONS))
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,8 @@ class Listing:
     class_names: Sequence[str]
     open: Callable[[int], Path | IO[bytes]]
     """Index to what Pillow opens; loader processes call it too. Raises ValueError where there is nothing to open."""
+    left_out: Sequence[str] = ()
+    """What else there may be or hold images, and is not read."""
 
     def place(self, index: int) -> str:
         """Where an image lies, for messages."""
