@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
@@ -108,6 +108,8 @@ class DataSpec:
         """
         spec = msgspec.convert(values, cls)
         msgspec.convert(spec.vae, VaeRecord)
+        if unknown := values.keys() - {field.name for field in fields(cls)}:
+            raise ValueError(f"damaged: unknown {', '.join(sorted(unknown))}")
         if len(spec.class_names) not in (0, spec.num_classes):
             raise ValueError(f"damaged: {len(spec.class_names)} class_names of {spec.num_classes} classes")
         return spec
