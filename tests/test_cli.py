@@ -1,13 +1,22 @@
 """Command lines: one-line errors, help, YAML, and the list of jobs."""
 
+import os
+import pickle
 import re
+import sys
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import ClassVar, Literal
 
+import numpy as np
 import pytest
-from helpers import ROOT, python, user_error
+import tiny
+import torch
+import yaml
+from helpers import ROOT, image_folder, python, user_error
+from PIL import Image
 from safetensors import SafetensorError
 
 from vcagen import __main__
@@ -15,7 +24,11 @@ from vcagen.__main__ import JOBS
 from vcagen.config import command_line as cli
 from vcagen.config.job_options import EncodeConfig
 from vcagen.config.options import Config, SampleConfig
-from vcagen.system.files import atomic_file, atomic_folder
+from vcagen.data.images import read_image
+from vcagen.data.latents import LatentDataset
+from vcagen.sampling.load_run import load
+from vcagen.sampling.noise import LabelRule
+from vcagen.system.files import atomic_file, atomic_folder, write_text
 
 
 @dataclass(frozen=True)
@@ -288,6 +301,112 @@ def test_every_job_has_help(name, capsys):
     assert "usage" in text
     if not name.startswith(("bench", "train", "sample")):
         assert re.search(rf"vcagen {name} [\w/-]", text), "an example"
+
+
+def ending(main, monkeypatch, capsys):
+    """(exit code, stdout, stderr) of a command, in this process."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "_leave", leave)
+    with pytest.raises(SystemExit) as left:
+        cli.run(main)
+    return left.value.code, *capsys.readouterr()
+
+
+def failing(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "main",
+    [failing(MemoryError()), failing(OverflowError("signed integer is greater than maximum")),
+     failing(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), lambda: torch.empty(10**17),
+     lambda: torch.empty(2**40, 2**40), lambda: torch.zeros(10**20), lambda: np.zeros(10**17), lambda: bytes(2**70)],
+)  # fmt: skip
+def test_a_number_too_large_for_the_machine_is_one_line(main, monkeypatch, capsys):
+    code, _, stderr = ending(main, monkeypatch, capsys)
+    assert code == 2
+    assert re.fullmatch(r"error: an option is too large for this machine \(.{1,160}\)\n", stderr)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("division"), RuntimeError("shapes (2, 3) and (4,)"), KeyError("x")]
+)
+def test_our_own_mistakes_keep_their_traceback(error):
+    with pytest.raises(type(error)):
+        cli.run(failing(error))
+
+
+@pytest.mark.parametrize("size", ["8000000000", "65537", "0", "x"])
+@pytest.mark.parametrize(("job", "option"), [("encode", "image_size"), ("stats", "image_size"), ("cost", "latent_size"),
+                                             ("train", "model.depth")])  # fmt: skip
+def test_sizes_have_bounds(job, option, size):
+    with pytest.raises(ValueError, match=rf"^{option}: expected int 1\.\.65536.*, got '{size}'"):
+        cli.parse(JOBS[job][0], ["x"] * (job in ("encode", "stats")) + [f"--{option}={size}"], prog="x")
+
+
+def test_warnings_of_others_do_not_come_before_our_line(tmp_path, monkeypatch, capsys):
+    palette = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).convert("P")
+    palette.save(tmp_path / "p.png", transparency=bytes([0, 100, 255]))
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps({"a": 1}, protocol=4))
+
+    def after_a_palette():
+        read_image(tmp_path / "p.png")
+        raise ValueError("x: wrong")
+
+    def after_a_warning():
+        warnings.warn("be careful", RuntimeWarning, stacklevel=1)
+        raise OSError("x: wrong")
+
+    for main, line in (
+        (after_a_palette, "x: wrong"), (after_a_warning, "x: wrong"),
+        (lambda: load(tmp_path / "raw.pt"), rf"{tmp_path}/raw\.pt: .*\w"),
+    ):  # fmt: skip
+        code, _, stderr = ending(main, monkeypatch, capsys)
+        assert code == 2
+        assert re.fullmatch(rf"error: {line}.*\n", stderr), stderr
+    code, _, stderr = ending(lambda: warnings.warn("be careful", RuntimeWarning, stacklevel=1), monkeypatch, capsys)
+    assert code == 0
+    assert "be careful" in stderr
+
+
+def test_names_that_are_not_utf_8_are_escaped(tmp_path, monkeypatch, capsys):
+    name = os.fsdecode(b"caf\xe9")
+    image_folder(tmp_path, {name: 2, "b": 1}, size=8)
+    encode = partial(__main__.main, ["encode", str(tmp_path), f"--out={tmp_path}/../out", "--vae=identity",
+                                     "--image_size=8", "--num_workers=0"])  # fmt: skip
+    for main in (encode, partial(__main__.main, ["inspect", f"{tmp_path}/../out"])):
+        sys.stdout.reconfigure(errors="strict")
+        code, stdout, stderr = ending(main, monkeypatch, capsys)
+        assert code == 0, stderr
+    assert re.search(r"class_names +b, caf\\udce9\n", stdout)
+    assert LabelRule(name, 2, LatentDataset(tmp_path.parent / "out").spec.class_names).given == [1]
+    for option, start in (("--run_dir", "run_dir"), ("--data.path", "")):
+        given = [f"{option}={tmp_path}/{name}", *([] if start else [f"--run_dir={tmp_path}/r"])]
+        code, _, stderr = ending(partial(__main__.main, ["train", *given]), monkeypatch, capsys)
+        assert code == 2
+        assert re.fullmatch(rf"error: {start}.*caf\\udce9.*\n", stderr), stderr
+
+
+def test_yaml_keeps_names_that_are_not_utf_8(tmp_path):
+    write_text(tmp_path / "c.yaml", yaml.safe_dump({"run_dir": "r", "data": {"path": "caf\udce9"}, "init": "日本"}))
+    config = cli.parse(Config, ["--config", str(tmp_path / "c.yaml")], prog="x")
+    assert (config.data.path, config.init) == ("caf\udce9", "日本")
+
+
+@pytest.mark.slow
+def test_a_machine_without_unix_modules_trains(tmp_path):
+    """As Windows: neither fcntl nor resource can be imported."""
+    blocked = "import sys\nsys.modules['fcntl'] = sys.modules['resource'] = None\nfrom vcagen.__main__ import main\n"
+    options = tiny.arguments(tmp_path / "run", train__steps=2)[1:]
+    for steps in (2, 3):
+        python("-c", blocked + f"main(['train', *{options!r}, '--train.steps={steps}'])")
+    assert [line["step"] for line in tiny.metrics(tmp_path / "run")] == [1, 2, 3]
 
 
 CLI = "from vcagen.config import command_line as cli\n"

@@ -226,8 +226,8 @@ def make_named(option: str, name: str) -> Any:
         raise ValueError(f"{option}: {name}: {error}; needs module.path:callable") from error
 
 
-TOO_LARGE = re.compile(r"(?i)out of memory|allocate memory|overflow|greater than maximum|MemoryError")
-"""In the messages of Python's and PyTorch's errors about numbers."""
+TOO_LARGE = re.compile(r"(?i)out of memory|allocate memory|overflow")
+"""In the messages of PyTorch's errors about sizes."""
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -248,7 +248,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except Exception as error:
         message = re.sub(r"\s*\n\s*", " ", str(error)) or type(error).__name__
         if not isinstance(error, ValueError | OSError):
-            if not TOO_LARGE.search(message):
+            if not isinstance(error, MemoryError | OverflowError) and not TOO_LARGE.search(message):
                 raise
             message = f"an option is too large for this machine ({message:.160})"
         warned = []

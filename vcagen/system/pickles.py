@@ -24,6 +24,8 @@ def read_pickle(path: str | Path) -> Any:
     except Exception as error:  # a damaged file can fail anywhere in the unpickler
         if name := re.search(r"GLOBAL ([\w.]+)", str(error)):
             reason = f"it needs {name[1]}, which could run code; only tensors and plain values are read"
+        elif inner := re.search(r"WeightsUnpickler error:\s*(.+)", str(error)):  # before it there is advice to run code
+            reason = f"torch.save did not write it ({inner[1]})"
         else:
             reason = (str(error).splitlines() or [repr(error)])[0]
         raise ValueError(f"{path}: not a weights file: {reason}") from None

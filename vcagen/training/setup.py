@@ -101,6 +101,8 @@ def check_options(config: Config) -> None:
     """Raise ValueError for options whose types say nothing wrong and that no training can have."""
     if not config.run_dir.strip():
         raise ValueError(f"run_dir: {config.run_dir!r}; needs a folder")
+    if config.run_dir.encode(errors="ignore").decode() != config.run_dir:
+        raise ValueError(f"run_dir: {config.run_dir}: not UTF-8, which safetensors needs")
     check_choice("sampling.extractor", config.sampling.extractor, EXTRACTORS)
     decays = config.train.ema_decays
     if not decays or len(set(decays)) < len(decays):
