@@ -63,6 +63,29 @@ def test_attention(capsys, tmp_path):
     assert layer["multiply_add_ratio"] == pytest.approx((4 * 64 + 2 * 64) / (4 * 64 + 6 * 4))
 
 
+def test_attention_of_recognition(capsys, tmp_path):
+    header, *cells = run(
+        capsys, tmp_path, "attention", "--recognition=true", "--parts=[layer]", "--modes=[eager]", "--seconds=0.01",
+    )[0]  # fmt: skip
+    rows = [dict(zip(header, row, strict=True)) for row in cells]
+    assert [(row["D"], row["N"], row["n"]) for row in rows] == [("192", "196", "49")] * 2 + [("96", "3136", "9")] * 2
+    assert rows[0]["multiply-adds"] == f"{(4 * 192 + 2 * 196) / (4 * 192 + 9 + 6 * 49):.2f}"
+
+
+def test_networks_of_timm(capsys, tmp_path):
+    (header, *cells), numbers = run(
+        capsys, tmp_path, "timm", "--models=[deit_tiny_patch16_224]", "--batch=1", "--modes=[eager]",
+        "--seconds=0.01",
+    )  # fmt: skip
+    assert [row[header.index("pass")] for row in cells] == ["forward", "forward + backward"]
+    assert len(numbers["rows"]) == 2
+    row = numbers["rows"][0]
+    assert row["ratio"] > 0
+    assert row["plain_images_per_second"] > 0
+    with pytest.raises(ValueError, match="models: timm has no vca_pvt_v2_b0"):
+        main(["bench", "timm", "--models=[pvt_v2_b0]"])
+
+
 def test_attention_with_heads_of_xl(capsys, tmp_path):
     cells, numbers = run(
         capsys, tmp_path, "attention", "--tokens=[256]", "--widths=[144]", "--head_width=72", "--modes=[eager]",

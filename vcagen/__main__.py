@@ -28,6 +28,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "bench attention": (job_options.AttentionBenchConfig, "vcagen.bench.attention"),
     "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),
     "bench train": (job_options.TrainBenchConfig, "vcagen.bench.train"),
+    "bench timm": (job_options.RecognitionBenchConfig, "vcagen.bench.recognition"),
     "bench sample": (job_options.SampleBenchConfig, "vcagen.bench.sample"),
     "bench calls": (job_options.CallsBenchConfig, "vcagen.bench.calls"),
     "bench vae": (job_options.VaeBenchConfig, "vcagen.bench.vae"),

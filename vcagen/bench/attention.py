@@ -22,12 +22,26 @@ from vcagen.training.plots import drawing
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Width, width of a head, tokens and side of the contrast grid of an attention."""
+
+    width: int
+    head_width: int
+    tokens: int
+    contrast_side: int
+    value_conv: bool = False
+
+
+RECOGNITION = (Shape(192, 64, 196, 7, True), Shape(96, 32, 3136, 3, True))
+"""DeiT-T, and the first stage of Swin-T, at 224 x 224."""
+
+
+@dataclass(frozen=True)
 class Case:
     """One comparison."""
 
     part: str
-    width: int
-    tokens: int
+    shape: Shape
     precision: str
     mode: str
 
@@ -42,11 +56,15 @@ def run(config: AttentionBenchConfig) -> None:
             raise ValueError(f"widths: {width} is not a multiple of {config.head_width}, the width of a head")
     device = open_device(config.device, config.threads)
     config = replace(config, batch_tokens=config.batch_tokens or (2048 if device.type == "cpu" else 65_536))
-    cases = [
-        Case(part, width, tokens, precision, mode)
-        for part in config.parts
+    shapes = [
+        Shape(width, config.head_width, tokens, config.contrast_side)
         for width in config.widths
         for tokens in config.tokens
+    ]
+    cases = [
+        Case(part, shape, precision, mode)
+        for part in config.parts
+        for shape in (RECOGNITION if config.recognition else shapes)
         for precision in config.precisions
         for mode in config.modes
     ]
@@ -59,20 +77,24 @@ def run(config: AttentionBenchConfig) -> None:
         plot_speed(Path(config.plot), rows)
 
 
-def multiply_add_ratio(case: Case, num_contrast_tokens: int) -> float:
-    """Multiply-adds of plain attention over those of contrast attention; a layer's projections are 4 D a token."""
-    projections = 4 * case.width if case.part == "layer" else 0
-    return (projections + 2 * case.tokens) / (projections + 6 * num_contrast_tokens)
+def multiply_add_ratio(part: str, shape: Shape) -> float:
+    """Multiply-adds of plain attention over those of contrast attention.
+
+    A layer's projections are 4 D a token and channel, and the convolution of the values 9.
+    """
+    projections = 4 * shape.width if part == "layer" else 0
+    convolution = 9 if part == "layer" and shape.value_conv else 0
+    return (projections + 2 * shape.tokens) / (projections + convolution + 6 * shape.contrast_side**2)
 
 
 def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> list[dict[str, Any]]:
     torch.compiler.reset()
     assert config.batch_tokens is not None, "`run` sets it"
-    batch = max(1, config.batch_tokens // case.tokens)
-    plain, contrast, inputs = _pair(case, config, batch, device)
+    batch = max(1, config.batch_tokens // case.shape.tokens)
+    plain, contrast, inputs = _pair(case, batch, device)
     if case.mode == "compiled":
         plain, contrast = torch.compile(plain), torch.compile(contrast)
-    expected = multiply_add_ratio(case, config.contrast_side**2)
+    expected = multiply_add_ratio(case.part, case.shape)
     rows = []
     for name, work in (("forward", _forward), ("forward + backward", _forward_backward)):
         works = {"plain": work(plain, inputs), "contrast": work(contrast, inputs)}
@@ -80,7 +102,7 @@ def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> 
         faster = ratio(times["plain"], times["contrast"])
         rows.append(
             {
-                **asdict(case),
+                **{"part": case.part, **asdict(case.shape), "precision": case.precision, "mode": case.mode},
                 "pass": name,
                 "batch": batch,
                 "plain_ms": 1e3 * statistics.median(times["plain"]),
@@ -94,21 +116,22 @@ def _measure(case: Case, config: AttentionBenchConfig, device: torch.device) -> 
 
 
 def _pair(
-    case: Case, config: AttentionBenchConfig, batch: int, device: torch.device
+    case: Case, batch: int, device: torch.device
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
     """Plain attention, contrast attention, and inputs for both."""
     dtype = getattr(torch, case.precision)
-    heads, side = case.width // config.head_width, math.isqrt(case.tokens)
+    shape, side = case.shape, math.isqrt(case.shape.tokens)
+    heads = shape.width // shape.head_width
 
     def layer(name: str, **options: Any) -> nn.Module:
-        return make_attention(name, case.width, heads, grid_size=side, **options).to(device, dtype)
+        return make_attention(name, shape.width, heads, grid_size=side, **options).to(device, dtype)
 
-    vca = layer("vca", contrast_grid=config.contrast_side)
+    vca = layer("vca", contrast_grid=shape.contrast_side, value_conv=shape.value_conv)
     if case.part == "layer":
-        return layer("mhsa"), vca, _random((batch, case.tokens, case.width), 1, dtype, device)
+        return layer("mhsa"), vca, _random((batch, shape.tokens, shape.width), 1, dtype, device)
     assert isinstance(vca, VisualContrastAttention)
-    shape = (batch, heads, case.tokens, config.head_width)
-    return F.scaled_dot_product_attention, vca.attend, _random(shape, 3, dtype, device)
+    heads_shape = (batch, heads, shape.tokens, shape.head_width)
+    return F.scaled_dot_product_attention, vca.attend, _random(heads_shape, 3, dtype, device)
 
 
 def _random(shape: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -135,12 +158,14 @@ def _forward_backward(attention: Callable[..., Tensor], inputs: list[Tensor]) ->
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = ["part", "D", "N", "batch", "precision", "mode", "pass"]
+    header = ["part", "D", "N", "n", "batch", "precision", "mode", "pass"]
     header += ["plain ms", "contrast ms", "ratio", "multiply-adds", "near"]
     cells = [
         [
             row["part"],
-            *(str(row[key]) for key in ("width", "tokens", "batch", "precision", "mode", "pass")),
+            *(str(row[key]) for key in ("width", "tokens")),
+            str(row["contrast_side"] ** 2),
+            *(str(row[key]) for key in ("batch", "precision", "mode", "pass")),
             *(f"{row[key]:.2f}" for key in ("plain_ms", "contrast_ms", "ratio", "multiply_add_ratio", "near")),
         ]
         for row in rows

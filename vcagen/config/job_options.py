@@ -360,6 +360,9 @@ class AttentionBenchConfig:
     """The attention on given q, k and v, and the layer with its projections."""
     contrast_side: PositiveInt = 8
     """Side of the contrast grid."""
+    recognition: bool = False
+    """In place of tokens, widths, head_width and contrast_side the shapes of DeiT-T (N 196, n 49) and of the first
+    stage of Swin-T (N 3,136, n 9), whose layers convolve the values."""
     batch_tokens: PositiveInt | None = None
     """Tokens of a batch. Default: 2,048 on a CPU, 8 images of 256; 65,536 elsewhere, where less would time launches."""
     seconds: PositiveFloat = 3.0
@@ -372,6 +375,28 @@ class AttentionBenchConfig:
     """File to write the numbers to as well."""
     plot: str | None = None
     """PNG file to draw the ratios over the tokens in as well."""
+
+
+@dataclass(frozen=True)
+class RecognitionBenchConfig:
+    """Time whole recognition networks of timm, plain and with Visual-Contrast Attention, in turns."""
+
+    models: list[str] = field(default_factory=lambda: ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+    """Plain networks, by timm's names; each is compared with vca_NAME."""
+    batch: PositiveInt = 8
+    """Images at once, of the size that the network is made for."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of images and weights."""
+    modes: list[Literal["eager", "compiled"]] = field(default_factory=lambda: ["eager", "compiled"])
+    """Without and with torch.compile."""
+    seconds: PositiveFloat = 10.0
+    """Time of each measurement."""
+    threads: PositiveInt | None = None
+    """CPU threads. Default: as torch finds best."""
+    device: str = "cpu"
+    """Device to measure on: cpu or cuda."""
+    json: str | None = None
+    """File to write the numbers to as well."""
 
 
 @dataclass(frozen=True)
