@@ -309,7 +309,7 @@ class StatsConfig(ExtractorConfig):
     positional: ClassVar = "images"
 
     images: str
-    """Image folder, .npz of images (statistics stored in it are kept), or digits."""
+    """Image folder or archive, .npz of images (statistics stored in it are kept), or digits."""
     out: str = "reference.npz"
     """File of the statistics."""
     grayscale: bool = False
@@ -332,7 +332,7 @@ class EvaluateConfig(ExtractorConfig):
     samples: str
     """Folder of 8-bit RGB images, output folder of sample.py, or .npz with arr_0; digits for the built-in set."""
     reference: str
-    """ADM .npz, image folder, statistics of `vcagen stats`, or digits."""
+    """ADM .npz, image folder or archive, statistics of `vcagen stats`, or digits."""
     num_images: PositiveInt | None = None
     """Number of samples that must be there. Default: that of manifest.json beside them, or as many as are."""
     precision_recall: bool = True

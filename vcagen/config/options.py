@@ -216,7 +216,8 @@ class SamplingConfig:
     labels: str = "random"
     """random, balanced, or labels or class names separated by commas, used in turn."""
     reference: str | None = None
-    """Reference of the scores: ADM .npz, image folder, statistics of `vcagen stats`, or digits. Default: no scores."""
+    """Reference of the scores: ADM .npz, image folder or archive, statistics of `vcagen stats`, or digits. Default: no
+    scores."""
     extractor: str = "inception"
     """Features of the scores: inception, pixels or fashion."""
 
