@@ -25,7 +25,13 @@ Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 """Of an image or of channels, in a record on disk."""
 
 
-class VaeRecord(TypedDict):
+class LaterFields(TypedDict, total=False):
+    """What the first descriptions do not have."""
+
+    image_channels: Size
+
+
+class VaeRecord(LaterFields):
     """What a description on disk must hold; `check_scale` looks at the scale."""
 
     path: str

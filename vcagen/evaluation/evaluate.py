@@ -249,7 +249,9 @@ class Evaluation:
                 tensors = load_file(file)
                 digests = tensors.pop("digests")
                 found = {name: tensor.to(self.extractor.device) for name, tensor in tensors.items()}
-                evaluator.statistics.add(Features(**found), digests)
+                features = Features(**found)
+                evaluator.reference.check_features(features)
+                evaluator.statistics.add(features, digests)
         facts = manifest.pop("facts", {})
         made = facts.pop("samples", {})
         result = {**evaluator.finalize(), "sampling": manifest, **facts}

@@ -167,6 +167,12 @@ class Reference(Measured):
                 ours = f"samples have {size} by the extractor {self.extractor.name}"
                 raise ValueError(f"reference: {self.path}: {len(gaussian.mean)} features; {ours}")
 
+    def check_features(self, features: Features) -> None:
+        """Raise ValueError for features of other numbers than the reference's."""
+        for gaussian, rows in ((self.pool, features.pool), (self.spatial, features.spatial)):
+            if gaussian is not None and rows is not None and rows.shape[1:] != gaussian.mean.shape:
+                raise ValueError(f"{tuple(rows.shape[1:])} features an image, the reference has {len(gaussian.mean)}")
+
 
 def check_reference_path(path: str) -> None:
     """Raise ValueError where `path` cannot be a reference, before anything else takes time."""

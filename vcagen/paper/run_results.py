@@ -127,7 +127,8 @@ def read_run(
             config = from_mapping(Config, read_yaml(path))
     files = sorted(folder.glob("samples/*/results*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     scores = [found for file in files if (found := _read_score(file, score, config)) is not None]
-    values = [column(scores[0].folder, scores[0].sampling) for column in columns] if scores else []
+    with reading(scores[0].folder if scores else folder):
+        values = [column(scores[0].folder, scores[0].sampling) for column in columns] if scores else []
     return RunResults(folder, seed, config, read_log(folder), scores, values)
 
 
