@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 
 def _fsync(path: Path) -> None:
+    if sys.platform == "win32":  # opens no folders, and syncs no file that is open for reading
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +106,7 @@ def check_writable(path: str | Path) -> None:
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file, atomically."""
     with atomic_file(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, value: Any) -> None:

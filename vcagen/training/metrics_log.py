@@ -110,10 +110,10 @@ def peak_memory(device: torch.device) -> int | None:
     """Peak bytes on the GPU, or of the process; None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # Windows
         return None
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
