@@ -363,4 +363,5 @@ def _output_folder(path: str) -> Path:
     here = Path(path)
     if (here / "manifest.json").is_file():
         return here
-    return here.parent if here.is_file() or here.name == "images" or is_dataset(path) else here
+    file = here.suffix == ".npz" or here.is_file()
+    return here.parent if file or here.name == "images" or is_dataset(path) else here
