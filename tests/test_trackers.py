@@ -88,13 +88,14 @@ def test_what_a_tracker_is_told_and_scores_that_it_does_not_take(tmp_path, monke
 
 @pytest.mark.slow
 def test_wandb(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "digits"
     train(run, "wandb", 2)
     train(run, "wandb", 3)
     score(run)
+    wandb.teardown()  # its own process writes the files, and is done only then
     identity = json.loads((run / "trackers.json").read_text())["id"]
     files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{identity}.wandb"}
