@@ -1,5 +1,6 @@
 """The maps of Visual-Contrast Attention against its output and the equations, their pages, their trace in the log."""
 
+import argparse
 import itertools
 
 import numpy as np
@@ -15,6 +16,7 @@ from test_attention import VARIANTS, layer, name_of
 import vcagen
 from vcagen import __main__
 from vcagen.jobs import maps as job
+from vcagen.jobs.classifier_maps import load_classifier, look_at_images
 from vcagen.jobs.map_pages import COLUMNS, Input, preference
 from vcagen.networks.maps import contrast_maps, mean_contrast
 
@@ -83,6 +85,15 @@ def test_a_grid_may_come_with_the_call():
         assert mean_contrast(attn, call)["contrast_stage1"] == pytest.approx(contrast)
 
 
+def test_sharp_maps_pass_the_check():
+    """Large logits round coarsely; the check must not take that for other maps."""
+    attn, x = layer(("vca", {"contrast_grid": (4, 4)}), grid=(28, 28))
+    with torch.no_grad():
+        attn.qkv.weight.mul_(6)
+        attn.positive_embedding.mul_(6)
+    contrast_maps(attn, x)
+
+
 def test_precision_is_that_of_the_weights():
     attn, x = layer(("vca", {}))
     maps = contrast_maps(attn, x)
@@ -149,7 +160,7 @@ def texts_of(figure):
 def test_pages_are_legible(side, channels, blocks, head, options):
     """No text is cut at the edge or lies over another, and none is below 8 points where 8 inches are 800 pixels."""
     inputs, maps = inputs_and_maps(side, channels, blocks, **options)
-    made = dict(itertools.islice(job.pages(inputs, maps, (side - 1, 1), head), 2))
+    made = dict(itertools.islice(job.pages(inputs, maps, dict.fromkeys(maps, (side - 1, 1)), head), 2))
     assert [*made] == (["query_block_20"] if "stage1" in options else ["contrast", "query_block_20"])
     for figure in made.values():
         assert figure.get_figwidth() <= 8
@@ -165,7 +176,7 @@ def test_pages_are_legible(side, channels, blocks, head, options):
 
 def test_the_colours_of_a_patch_are_its_preference():
     inputs, maps = inputs_and_maps(4, 1, 1)
-    name, figure = next(job.pages(inputs, maps, (0, 0)))
+    name, figure = next(job.pages(inputs, maps, {}))
     assert name == "contrast"
     (layer_maps,) = maps.values()
     one = layer_maps.stage1
@@ -202,7 +213,7 @@ def maps_of(*arguments):
 
 def test_many_blocks_are_several_pages():
     inputs, maps = inputs_and_maps(4, 1, COLUMNS + 1)
-    made = dict(itertools.islice(job.pages(inputs, maps, (0, 0)), 2))
+    made = dict(itertools.islice(job.pages(inputs, maps, {}), 2))
     assert [*made] == ["contrast_1", "contrast_2"]
     assert [axis.get_title() for axis in made["contrast_2"].axes if axis.get_title()] == ["input", "block 26"]
 
@@ -237,11 +248,11 @@ def test_times_of_a_diffusion_are_whole(tmp_path):
         (["--labels=random"], "labels: random; give labels"),
         (["--times=2"], "times: 2; needs numbers from 0 to 1"),
         (["--times=early"], "times: early; needs numbers"),
-        (["--block=2"], "block: 2; the network has 0 to 1"),
-        (["--block=last"], "block: last; the network has 0 to 1"),
-        (["--query=4,0"], "query: 4,0; the network has 0 to 3 and 0 to 3"),
-        (["--query=1"], "query: 1; the network has"),
-        (["--head=2"], "head: 2; the network has 0 to 1"),
+        (["--block=2"], "block: 2; the blocks with VCA are 0, 1"),
+        (["--block=last"], "block: last; the blocks"),
+        (["--query=4,0"], "query: 4,0; block 0 takes row,column from 0,0 to 3,3"),
+        (["--query=1"], "query: 1; block 0 takes row,column"),
+        (["--head=2"], "head: 2; block 0 has 0 to 1"),
     ],
 )
 def test_what_is_not_there_is_named(run, arguments, message):
@@ -251,8 +262,37 @@ def test_what_is_not_there_is_named(run, arguments, message):
 
 def test_no_maps_without_vca_or_a_run(tmp_path):
     tiny.train(tmp_path / "plain", train__steps=1, model__attention="mhsa", model__attention_options={})
-    with pytest.raises(ValueError, match="attention: mhsa; only vca has"):
+    with pytest.raises(ValueError, match="attention: this network has no Visual-Contrast"):
         maps_of(tmp_path / "plain")
     assert not (tmp_path / "plain" / "maps").exists()
     with pytest.raises(OSError, match="nowhere"):
         maps_of(tmp_path / "nowhere")
+
+
+@pytest.mark.slow
+def test_maps_of_recognition_networks(tmp_path):
+    """Stages of other grids, a class token, and a checkpoint as timm's script writes it."""
+    import timm
+
+    import vcagen.recognition  # noqa: F401
+
+    network = timm.create_model("vca_pvt_tiny", num_classes=3)
+    checkpoint, args = tmp_path / "checkpoint.pth.tar", argparse.Namespace(model="vca_pvt_tiny")
+    torch.save({"state_dict": network.state_dict(), "args": args, "arch": args.model}, checkpoint)
+    Image.fromarray(random_pictures(1, 300)[0].permute(1, 2, 0).numpy()).save(tmp_path / "cat.png")
+    options = [f"--weights={checkpoint}", f"--images={tmp_path / 'cat.png'}"]
+    out = tmp_path / "out"
+    maps_of("vca_pvt_tiny", *options, "--block=2.1,3.0", f"--out={out}")
+    assert sorted(file.stem for file in out.iterdir()) == ["contrast", "query_block_2.1", "query_block_3.0"]
+    inputs, maps = look_at_images(load_classifier(args.model, str(checkpoint)), [tmp_path / "cat.png"])
+    assert inputs[0].picture.shape == (224, 224, 3)
+    assert [maps[f"block {name}"].grid_size for name in ("0.0", "3.1")] == [(56, 56), (7, 7)]
+    for arguments, message in (
+        (["vca_pvt_huge", *options], "vca_pvt_huge: timm has no network"),
+        (["vca_pvt_tiny", options[1]], "weights: missing"),
+        (["vca_pvt_small", *options], "checkpoint.pth.tar: not of vca_pvt_small: stages.0"),
+        (["vca_pvt_tiny", options[0], f"--images={tmp_path / 'none.png'}"], "none.png"),
+        (["vca_pvt_tiny", *options, "--block=4"], "block: 4; the blocks with VCA are 0.0, 0.1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            maps_of(*arguments)

@@ -34,19 +34,23 @@ class MapsConfig:
     """Draw where the two streams of a run's Visual-Contrast Attention look, on images that the run makes.
 
     vcagen maps runs/quickstart --labels 3,7 --times 0.2,0.8 --block 2 --query 1,2
+    vcagen maps vca_deit_tiny_patch16_224 --weights checkpoint.pth.tar --images cat.jpg,dog.jpg
     """
 
     positional: ClassVar = "source"
 
     source: str
-    """Run folder, or weights file of ours."""
+    """Run folder, or weights file of ours; with --images the name of a recognition network of timm."""
+    images: str | None = None
+    """Image files that a recognition network looks at, commas between; labels, times, seed, num_steps, step and vae are
+    of runs."""
     labels: str | None = None
     """Labels or class names of the images, commas between. Default: the first two."""
     times: str | None = None
     """Times of the noise on them, commas between: 0 (noise) to 1 of flow, 0 (clean) to 999 of diffusion. Default: a
     fifth and four fifths of that."""
     block: str = "all"
-    """all, or blocks from 0, commas between."""
+    """all, or blocks from 0, commas between; 1.0 is the first of the second stage of a recognition network."""
     query: str | None = None
     """Row and column, from 0, of the patch whose attention is drawn. Default: the middle."""
     head: NonNegativeInt | None = None
@@ -56,7 +60,7 @@ class MapsConfig:
     num_steps: PositiveInt | None = None
     """Steps of the sampler. Default: the run's own."""
     weights: str | None = None
-    """Which weights of the run: ema, ema_DECAY or raw. Default: ema."""
+    """Which weights of the run: ema, ema_DECAY or raw; of a recognition network its checkpoint. Default: ema."""
     step: NonNegativeInt | None = None
     """Step of the checkpoint. Default: the newest."""
     vae: str | None = None

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from vcagen.config.job_options import DemoConfig
 from vcagen.jobs.map_pages import contrast_page, query_page
-from vcagen.jobs.maps import contrast_chunks, look, parse_times, vca_layers
+from vcagen.jobs.maps import contrast_chunks, look, parse_times
+from vcagen.networks.maps import layer_names
 from vcagen.processes.samplers import FIXED_METHODS, SAMPLERS
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.load_run import LoadedRun, load
-from vcagen.sampling.noise import SeededNoise
 
 try:
     import gradio
@@ -53,7 +53,7 @@ class Demo:
 
     def __init__(self, run: LoadedRun, num_images: int) -> None:
         self.run, self.num_images = run, num_images
-        self.samplers: dict[str, dict[str, str]] = {}
+        self.samplers: dict[str, dict[str, Any]] = {}
         """Options of the samplers of the run's process, by their names on the page."""
         for name, sampler in SAMPLERS.items():
             if sampler.process == run.config.process.name and "num_steps" in sampler.options:
@@ -67,11 +67,10 @@ class Demo:
         self.latents = lru_cache(maxsize=8)(self._latents)
 
     def _latents(self, label: int, guidance: float, sampler: str, calls: float, seed: int) -> Tensor:
-        options = self.samplers[sampler]
-        num_steps = max(1, int(calls) // CALLS.get(options.get("method", ""), 1))
-        settings = self.run.sampling(**options, num_steps=num_steps, cfg_scale=guidance)
-        y = torch.full((self.num_images,), label)
-        return self.run.latents_of(range(self.num_images), y, settings=settings, noise=SeededNoise(seed))
+        named = self.samplers[sampler]
+        num_steps = max(1, int(calls) // CALLS.get(named.get("method", ""), 1))
+        options = {**named, "num_steps": num_steps, "cfg_scale": guidance}
+        return self.run.latents([label] * self.num_images, seed=seed, batch=self.num_images, **options)
 
     def sample(self, label: int, guidance: float, sampler: str, calls: float, seed: int) -> list[Image.Image]:
         """The images of the gallery."""
@@ -117,13 +116,14 @@ def build_page(demo: Demo) -> Any:
                 )
         made = button.click(demo.sample, choices, gallery, api_name="sample")
         if run.config.model.attention == "vca":
-            layers = vca_layers(run)
-            rows, columns = next(iter(layers.values())).grid_size
+            assert isinstance(run.network, nn.Module)
+            layers = layer_names(run.network)
+            rows, columns = next(iter(layers)).grid_size
             gradio.Markdown("## Where the streams look\nChoose an image above, and below the patch that asks.")
             with gradio.Row():
                 image = gradio.Number(0, label="image", precision=0, minimum=0, maximum=demo.num_images - 1)
                 patch = [
-                    gradio.Dropdown([*layers], label="block"),
+                    gradio.Dropdown([*layers.values()], label="block"),
                     gradio.Slider(0, rows - 1, rows // 2, step=1, label="row"),
                     gradio.Slider(0, columns - 1, columns // 2, step=1, label="column"),
                 ]

@@ -13,57 +13,44 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vcagen.config.job_options import MapsConfig
+from vcagen.jobs.classifier_maps import load_classifier, look_at_images
 from vcagen.jobs.map_pages import COLUMNS, Input, contrast_page, query_page
 from vcagen.networks.attention import VisualContrastAttention
-from vcagen.networks.maps import ContrastMaps, Grid, contrast_maps, watching
+from vcagen.networks.maps import ContrastMaps, Grid, contrast_maps, layer_names, watching
 from vcagen.sampling.load_run import LoadedRun, load
 from vcagen.sampling.noise import LabelRule, SeededNoise
-from vcagen.system.files import atomic_file
+from vcagen.system.files import atomic_file, few
 
 
 def run(config: MapsConfig) -> None:
     """Write the pages as PNG files.
 
     Raises:
-        ValueError: no run, a network without VCA, or a label, time, block, query or head that is not there.
+        ValueError: no run or network, one without VCA, or a label, time, block, query or head that is not there.
     """
-    loaded = load(config.source, weights=config.weights, step=config.step, vae=config.vae, device=config.device)
-    print(*loaded.notes, sep="\n", file=sys.stderr)
-    layer = next(iter(vca_layers(loaded).values()))
-    rule = config.labels or ",".join(map(str, range(min(2, loaded.data.num_classes))))
-    labels = LabelRule(rule, loaded.data.num_classes, loaded.data.class_names).given
-    if not labels:
-        raise ValueError(f"labels: {rule}; give labels or class names with commas between")
-    times = parse_times(config.times, loaded)
-    count = len(vca_layers(loaded))
-    blocks = list(range(count)) if config.block == "all" else _whole("block", config.block, [count])
-    height, width = layer.grid_size
-    y, x = (height // 2, width // 2) if config.query is None else _whole("query", config.query, [height, width])
-    head = None if config.head is None else _whole("head", str(config.head), [layer.num_heads])[0]
-    given = {} if config.num_steps is None else {"num_steps": config.num_steps}
-    settings, noise, classes = loaded.sampling(**given), SeededNoise(config.seed), torch.tensor(labels)
-    latents = loaded.latents_of(range(len(labels)), classes, settings=settings, noise=noise)
-    inputs, maps = look(loaded, latents, classes, times, seed=config.seed)
-    chosen = {name: maps[name] for index, name in enumerate(maps) if index in blocks}
+    if config.images is None:
+        run = load(config.source, weights=config.weights, step=config.step, vae=config.vae, device=config.device)
+        print(*run.notes, sep="\n", file=sys.stderr)
+        network = run.network
+        labels, times = _labels(config.labels, run), parse_times(config.times, run)
+    else:
+        network = load_classifier(config.source, config.weights).to(config.device)
+    assert isinstance(network, nn.Module)
+    queries = _queries(config, layer_names(network))
+    if config.images is None:
+        given = {} if config.num_steps is None else {"num_steps": config.num_steps}
+        latents = run.latents(labels, seed=config.seed, batch=len(labels), **given)
+        inputs, maps = look(run, latents, torch.tensor(labels), times, seed=config.seed)
+    else:
+        inputs, maps = look_at_images(network, config.images.split(","))
+    chosen = {name: maps[name] for name in queries}
     path = Path(config.source)
     out = Path(config.out or (path if path.is_dir() else path.parent) / "maps")
-    for name, figure in tqdm(pages(inputs, chosen, (y, x), head), desc="maps", unit="page"):
+    drawn = pages(inputs, chosen, queries, config.head)
+    for name, figure in tqdm(drawn, desc="maps", unit="page", total=len(contrast_chunks(chosen)) + len(chosen)):
         with atomic_file(out / f"{name}.png") as temporary:
             figure.savefig(temporary, format="png")
     print(f"pages: {out}", file=sys.stderr)
-
-
-def vca_layers(run: LoadedRun) -> dict[str, VisualContrastAttention]:
-    """The layers of VCA of a run's network, by their names on the pages.
-
-    Raises:
-        ValueError: the network has none.
-    """
-    assert isinstance(run.network, nn.Module)
-    layers = [layer for layer in run.network.modules() if isinstance(layer, VisualContrastAttention)]
-    if not layers:
-        raise ValueError(f"attention: {run.config.model.attention}; only vca has the maps of two streams")
-    return {f"block {index}": layer for index, layer in enumerate(layers)}
 
 
 def look(
@@ -80,14 +67,16 @@ def look(
     Returns:
         The N * times inputs of the network, those of an image together; and the maps of all of them by layer.
     """
-    count, names = len(latents), run.data.class_names
+    count, names, device = len(latents), run.data.class_names, run.vae.device
+    latents = latents.to(device)
     clean = run.vae.decode(latents)
     noise = SeededNoise(seed).of_steps(range(count))(latents)
     x, y_each, noise = (part.repeat_interleave(len(times), 0) for part in (latents, y, noise))
-    t = torch.tensor(list(times) * count, device=latents.device)
+    t = torch.tensor(list(times) * count, device=device)
     found: dict[str, ContrastMaps] = {}
     seen: list[Tensor] = []
-    name_of = {layer: name for name, layer in vca_layers(run).items()}
+    assert isinstance(run.network, nn.Module)
+    name_of = layer_names(run.network)
 
     def network(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         seen.append(x_t)
@@ -96,9 +85,8 @@ def look(
     def see(layer: VisualContrastAttention, tokens: Tensor, grid_size: Grid) -> None:
         found[name_of[layer]] = contrast_maps(layer, tokens, grid_size)
 
-    assert isinstance(run.network, nn.Module)
     with torch.no_grad(), watching(run.network, see):
-        run.process.losses(network, x, y_each.to(latents.device), t=t, noise=noise)
+        run.process.losses(network, x, y_each.to(device), t=t, noise=noise)
     pictures = run.vae.decode(seen[0])
     inputs = []
     for i in range(len(x)):
@@ -110,14 +98,14 @@ def look(
 
 
 def pages(
-    inputs: Sequence[Input], maps: dict[str, ContrastMaps], query: tuple[int, int], head: int | None = None
+    inputs: Sequence[Input], maps: dict[str, ContrastMaps], queries: dict[str, tuple[int, int]], head: int | None = None
 ) -> Iterator[tuple[str, Figure]]:
     """File names and figures: of Stage I, then of the query in each block."""
     chunks = contrast_chunks(maps)
     for index, chunk in enumerate(chunks, start=1):
         yield "contrast" if len(chunks) == 1 else f"contrast_{index}", contrast_page(inputs, chunk, head=head)
     for name, layer in maps.items():
-        yield f"query_{name.replace(' ', '_')}", query_page(inputs, name, layer, query, head=head)
+        yield f"query_{name.replace(' ', '_')}", query_page(inputs, name, layer, queries[name], head=head)
 
 
 def contrast_chunks(maps: dict[str, ContrastMaps]) -> list[dict[str, ContrastMaps]]:
@@ -141,13 +129,31 @@ def parse_times(text: str | None, run: LoadedRun) -> list[float]:
     return times
 
 
-def _whole(option: str, text: str, counts: Sequence[int]) -> list[int]:
-    """Whole numbers with commas between, the i-th below counts[i], or all below the only count."""
-    parts = [part.strip() for part in text.split(",")]
-    limits = counts if len(counts) > 1 else list(counts) * len(parts)
-    if len(parts) != len(limits) or not all(
-        part.isdecimal() and int(part) < limit for part, limit in zip(parts, limits, strict=True)
-    ):
-        valid = " and ".join(f"0 to {count - 1}" for count in counts)
-        raise ValueError(f"{option}: {text}; the network has {valid}")
-    return [int(part) for part in parts]
+def _labels(text: str | None, run: LoadedRun) -> list[int]:
+    """The labels that are named; the first two by default."""
+    rule = text or ",".join(map(str, range(min(2, run.data.num_classes))))
+    labels = LabelRule(rule, run.data.num_classes, run.data.class_names).given
+    if not labels:
+        raise ValueError(f"labels: {rule}; give labels or class names with commas between")
+    return labels
+
+
+def _queries(config: MapsConfig, layers: dict[VisualContrastAttention, str]) -> dict[str, tuple[int, int]]:
+    """The blocks that are asked for by their names, and the patch that asks in each: the middle by default."""
+    wanted = None if config.block == "all" else [part.strip() for part in config.block.split(",")]
+    numbers = [name.removeprefix("block ") for name in layers.values()]
+    if missing := [part for part in wanted or () if part not in numbers]:
+        raise ValueError(f"block: {missing[0]}; the blocks with VCA are {few(numbers, 6)}")
+    queries = {}
+    for (layer, name), number in zip(layers.items(), numbers, strict=True):
+        if wanted is not None and number not in wanted:
+            continue
+        if config.head is not None and config.head >= layer.num_heads:
+            raise ValueError(f"head: {config.head}; {name} has 0 to {layer.num_heads - 1}")
+        height, width = layer.grid_size
+        query = f"{height // 2},{width // 2}" if config.query is None else config.query
+        y, _, x = (part.strip() for part in query.partition(","))
+        if not (y.isdecimal() and x.isdecimal() and int(y) < height and int(x) < width):
+            raise ValueError(f"query: {query}; {name} takes row,column from 0,0 to {height - 1},{width - 1}")
+        queries[name] = int(y), int(x)
+    return queries

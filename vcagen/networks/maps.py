@@ -5,7 +5,8 @@ Symbols as in `attention.py`: N batch, M heads, T tokens, d width of a head, n c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vcagen.networks.attention import VisualContrastAttention, split_qkv
+from vcagen.networks.attention import VisualContrastAttention, _logits, _softmax, split_qkv
 
 Grid = tuple[int, int] | None
 """(H, W) of tokens, or None for that of the layer."""
@@ -95,6 +96,22 @@ def contrast_maps(attn: VisualContrastAttention, x: Tensor, grid_size: Grid = No
     return ContrastMaps(stage1, stage2, grid_size or attn.grid_size, attn.contrast_grid, scale)
 
 
+def layer_names(network: nn.Module) -> dict[VisualContrastAttention, str]:
+    """The layers of VCA in a network, in order, named by the numbers of its lists: block 3, or block 1.0 in stages.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = {
+        layer: f"block {'.'.join(re.findall(r'[0-9]+', name))}"
+        for name, layer in network.named_modules()
+        if isinstance(layer, VisualContrastAttention)
+    }
+    if not found:
+        raise ValueError("attention: this network has no Visual-Contrast Attention, whose two streams the maps show")
+    return found
+
+
 @contextmanager
 def watching(
     network: nn.Module, see: Callable[[VisualContrastAttention, Tensor, Grid], None]
@@ -140,29 +157,32 @@ def _qkv(attn: VisualContrastAttention, x: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _stages(attn: VisualContrastAttention, q: Tensor, k: Tensor, grid_size: Grid) -> tuple[StageMaps, StageMaps]:
-    """The maps of both stages for queries and keys (N, M, T, d), in float32 or better."""
+    """The maps of both stages for queries and keys (N, M, T, d), in float32 or better, by the products of `attend`."""
     pooled = attn._pool(q, grid_size)  # (N, M, n, d)
-    scaled = attn._streams(pooled)
-    positive, negative = (scaled * attn.head_dim**0.5).chunk(2, dim=-2)  # t+ and t-, as the paper has them
+    scaled, streams = attn._scaled(pooled), attn._streams(pooled)
+    stage1: dict[str, Callable[[], Sequence[Tensor]]] = {
+        "contrast": lambda: _softmax(_logits(streams, k)).chunk(2, dim=-2),
+        "differential": lambda: _halves(pooled, k),
+        "vanilla": lambda: [_softmax(_logits(scaled, k))],
+    }
+    stage2: dict[str, Callable[[], Sequence[Tensor]]] = {
+        "contrast": lambda: _softmax(rearrange(_logits(q, streams), "n m t (s c) -> n m t s c", s=2)).unbind(-2),
+        "differential": lambda: _halves(q, pooled),
+        "vanilla": lambda: [_softmax(_logits(q, scaled))],
+    }
     return (
-        _stage(attn, attn.stage1, attn.lambda1, pooled, k, [(positive, k), (negative, k)]),
-        _stage(attn, attn.stage2, attn.lambda2, q, pooled, [(q, positive), (q, negative)]),
+        _stage(attn, stage1[attn.stage1](), attn.lambda1),
+        _stage(attn, stage2[attn.stage2](), attn.lambda2),
     )
 
 
-def _stage(
-    attn: VisualContrastAttention, kind: str, vectors: Tensor | None, rows: Tensor, columns: Tensor,
-    streams: Iterable[tuple[Tensor, Tensor]],
-) -> StageMaps:  # fmt: skip
-    """The maps of one stage: of its streams, or of its rows and columns where it is vanilla or differential."""
+def _stage(attn: VisualContrastAttention, maps: Sequence[Tensor], vectors: Tensor | None) -> StageMaps:
     if vectors is None:
-        return StageMaps(_softmax(rows, columns), None, 0.0)
-    if kind == "differential":
-        streams = zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)
-    positive, negative = (_softmax(*pair) for pair in streams)
-    return StageMaps(positive, negative, float(attn._lambda(vectors)))
+        return StageMaps(maps[0], None, 0.0)
+    return StageMaps(maps[0], maps[1], float(attn._lambda(vectors)))
 
 
-def _softmax(rows: Tensor, columns: Tensor) -> Tensor:
-    logits = (rows * rows.shape[-1] ** -0.5) @ columns.mT
-    return logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+def _halves(rows: Tensor, columns: Tensor) -> list[Tensor]:
+    """The maps of the two halves of each head."""
+    scale = (rows.shape[-1] // 2) ** -0.5
+    return [_softmax(_logits(r * scale, c)) for r, c in zip(rows.chunk(2, -1), columns.chunk(2, -1), strict=True)]
