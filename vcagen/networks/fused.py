@@ -19,6 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 MAX_CONTRAST_TOKENS = 128
 HEAD_DIMS = range(32, 129)
+OLDEST_TRITON = (3, 5)
+"""Older ones do not compile loops over tuples of blocks; PyTorch 2.9 brings 3.5."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,16 +34,20 @@ def why_not(num_contrast_tokens: int, head_dim: int, stages: tuple[str, str]) ->
         return f"needs heads {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} wide, not {head_dim}"
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed (torch for CUDA brings it)"
+    import triton
+
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
+        return f"needs triton 3.5 or newer, which PyTorch 2.9 brings, not {triton.__version__}"
     return None
 
 
-def column_blocks(head_dim: int) -> tuple[int, ...]:
-    """Widths, powers of two, of the one or two blocks in which the kernels hold `head_dim` columns."""
+def column_blocks(head_dim: int) -> tuple[int, int]:
+    """Widths, powers of two, of the two blocks in which the kernels hold `head_dim` columns; 0 for no second one."""
     main = 1 << (head_dim.bit_length() - 1)
     rest = max(16, _power_of_two(head_dim - main))
     if main == head_dim:
-        return (main,)
-    return (main, rest) if rest < main else (2 * main,)
+        return main, 0
+    return (main, rest) if rest < main else (2 * main, 0)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -77,9 +83,10 @@ def kernel_sizes(
 ) -> dict[str, Any]:
     """The compile-time sizes that `forward` and `backward` share, by their names there."""
     (height, width), (rows, columns) = grid, contrast_grid
+    first, second = column_blocks(head_dim)
     return {
         "n": rows * columns, "d": head_dim, "C": max(16, _power_of_two(rows * columns)),
-        "WIDTHS": column_blocks(head_dim), "P": _power_of_two(head_dim),
+        "D1": first, "D2": second, "P": _power_of_two(head_dim),
         "T": num_tokens, "PREFIX": num_tokens - height * width, "H": height, "W": width, "h": rows, "w": columns,
         "KH": _largest_bin(height, rows), "KW": _largest_bin(width, columns),
         "PRECISION": precision(dtype),

@@ -13,7 +13,7 @@ Sizes: N images, M heads, T tokens (PREFIX others, then an H x W grid), d head w
 program walks over the T tokens in blocks of B, so nothing of size T x n leaves the chip. n is padded to C, a power of
 two: the padded contrast tokens are zero.
 
-Columns: a matrix with d columns is a tuple of one or two blocks of columns, whose widths are powers of two (`WIDTHS`:
+Columns: a matrix with d columns is a tuple of one or two blocks of columns, whose widths are powers of two (D1 and D2:
 64 is one block, 72 is 64 + 16), since a Triton block must have such a width, and 72 padded to 128 would cost 78 % more
 arithmetic. The functions of the first part hide this. Columns beyond d are zero.
 
@@ -41,21 +41,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _columns(WIDTHS: tl.constexpr):
+def _columns(D1: tl.constexpr, D2: tl.constexpr):
     """Indices of the columns, a vector for each block."""
-    if len(WIDTHS) == 1:
-        return (tl.arange(0, WIDTHS[0]),)
+    if D2 == 0:
+        return (tl.arange(0, D1),)
     else:
-        return (tl.arange(0, WIDTHS[0]), WIDTHS[0] + tl.arange(0, WIDTHS[1]))
-
-
-@triton.jit
-def _valid(first, T: tl.constexpr, B: tl.constexpr):
-    """Which of the B rows from `first` on exist; None for all, which spares the masks."""
-    if T % B == 0:
-        return None
-    else:
-        return first + tl.arange(0, B) < T
+        return (tl.arange(0, D1), D1 + tl.arange(0, D2))
 
 
 @triton.jit
@@ -96,11 +87,11 @@ def _store_vector(base, columns, d: tl.constexpr, vector):
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, WIDTHS: tl.constexpr):
-    if len(WIDTHS) == 1:
-        return (tl.zeros((ROWS, WIDTHS[0]), tl.float32),)
+def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    if D2 == 0:
+        return (tl.zeros((ROWS, D1), tl.float32),)
     else:
-        return (tl.zeros((ROWS, WIDTHS[0]), tl.float32), tl.zeros((ROWS, WIDTHS[1]), tl.float32))
+        return (tl.zeros((ROWS, D1), tl.float32), tl.zeros((ROWS, D2), tl.float32))
 
 
 @triton.jit
@@ -203,13 +194,13 @@ def _bin_shares(C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, h: tl.constex
 
 @triton.jit
 def _pool(
-    q, stride, columns, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr, WIDTHS: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    q, stride, columns, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
 ):  # fmt: skip
     """t, the averages of the queries over the bins of at most KH x KW tokens: (C, d) in float32."""
     top, bottom, left, right = _bins(C, H, W, h, w)
     exists = tl.arange(0, C) < n
-    sums = _zeros(C, WIDTHS)
+    sums = _zeros(C, D1, D2)
     for a in range(KH):
         for b in range(KW):
             inside = exists & (top + a < bottom) & (left + b < right)
@@ -322,9 +313,9 @@ def _logits_backward(p1, p2, g_p, dots1, dots2, lambda_, dtype: tl.constexpr):
 @triton.jit
 def forward(
     qkv, embedding1, embedding2, lambdas1, lambdas2, weight1, weight2, out, saved, lse1, lse2, M, lambda_init,
-    POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr, WIDTHS: tl.constexpr,
-    P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
+    POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out, and for the backward pass y and v- (`saved`) and the log-sum-exps of both stages."""
     program = tl.program_id(0).to(tl.int64)
@@ -337,9 +328,9 @@ def forward(
     lse1 += program * 2 * n  # (N, M, 2, n)
     lse2 += program * 2 * T  # (N, M, 2, T)
     dtype = qkv.dtype.element_ty
-    c, rows, columns = tl.arange(0, C), tl.arange(0, B), _columns(WIDTHS)
+    c, rows, columns = tl.arange(0, C), tl.arange(0, B), _columns(D1, D2)
 
-    pooled = _pool(q + PREFIX * stride, stride, columns, n, d, C, WIDTHS, H, W, h, w, KH, KW)
+    pooled = _pool(q + PREFIX * stride, stride, columns, n, d, C, D1, D2, H, W, h, w, KH, KW)
     positive = _stream(pooled, embedding1, POOL1, m, columns, n, d, C, dtype)  # embeddings (M, n, d)
     negative = _stream(pooled, embedding2, POOL2, m, columns, n, d, C, dtype)
 
@@ -347,9 +338,9 @@ def forward(
     top1 = tl.full((C,), float("-inf"), tl.float32)
     top2 = tl.full((C,), float("-inf"), tl.float32)
     total1, total2 = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-    v1, v2 = _zeros(C, WIDTHS), _zeros(C, WIDTHS)
+    v1, v2 = _zeros(C, D1, D2), _zeros(C, D1, D2)
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         keys = _load(k + first * stride, rows, stride, valid, columns, d)
         values = _load(v + first * stride, rows, stride, valid, columns, d)
         top1, total1, v1 = _online(positive, keys, values, valid, top1, total1, v1, PRECISION)
@@ -367,11 +358,11 @@ def forward(
     lambda2 = _lambda(lambdas2, lambda_init, d, P)
     weights2 = _weights(weight2, lambda_init, columns, d)
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         queries = _load(q + first * stride, rows, stride, valid, columns, d)
         p1, log_sum1 = _softmax(queries, positive, n, C, PRECISION)
         p2, log_sum2 = _softmax(queries, negative, n, C, PRECISION)
-        a_v = _p_b((p1 - lambda2 * p2).to(dtype), contrast, _zeros(B, WIDTHS), PRECISION)
+        a_v = _p_b((p1 - lambda2 * p2).to(dtype), contrast, _zeros(B, D1, D2), PRECISION)
         _hat, _r, result = _rms_norm(a_v, weights2, d)
         _store(out + first * M * d, rows, M * d, valid, columns, d, result)
         tl.store(lse2 + first + rows, log_sum1, valid)
@@ -382,9 +373,9 @@ def forward(
 def backward(
     qkv, embedding1, embedding2, lambdas1, lambdas2, weight1, weight2, saved, lse1, lse2, g_out, g_qkv, g_streams,
     g_y_rows, g_lambdas, g_weights, M, lambda_init,
-    POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr, WIDTHS: tl.constexpr,
-    P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
-    h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
+    POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr,
+    D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g_qkv, and this program's share of the gradients of t+ and t-, both lambdas and both norms' weights.
 
@@ -408,9 +399,9 @@ def backward(
     g_lambdas += program * 2  # (N, M, 2)
     g_weights += program * 2 * d  # (N, M, 2, d)
     dtype = qkv.dtype.element_ty
-    c, rows, columns = tl.arange(0, C), tl.arange(0, B), _columns(WIDTHS)
+    c, rows, columns = tl.arange(0, C), tl.arange(0, B), _columns(D1, D2)
 
-    pooled = _pool(q + PREFIX * stride, stride, columns, n, d, C, WIDTHS, H, W, h, w, KH, KW)
+    pooled = _pool(q + PREFIX * stride, stride, columns, n, d, C, D1, D2, H, W, h, w, KH, KW)
     positive = _stream(pooled, embedding1, POOL1, m, columns, n, d, C, dtype)
     negative = _stream(pooled, embedding2, POOL2, m, columns, n, d, C, dtype)
     lambda1, lambda2 = _lambda(lambdas1, lambda_init, d, P), _lambda(lambdas2, lambda_init, d, P)
@@ -420,15 +411,15 @@ def backward(
     contrast = _cast(contrast, dtype)
 
     # Stage II, the norm: gradients of A V, of V and of the weights
-    g_contrast = _zeros(C, WIDTHS)
-    g_weight2 = [tl.sum(x, 0) for x in _zeros(B, WIDTHS)]
+    g_contrast = _zeros(C, D1, D2)
+    g_weight2 = [tl.sum(x, 0) for x in _zeros(B, D1, D2)]
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         queries = _load(q + first * stride, rows, stride, valid, columns, d)
         p1 = _again(queries, positive, _load_row(lse2 + first, rows, valid), n, C, PRECISION)
         p2 = _again(queries, negative, _load_row(lse2 + T + first, rows, valid), n, C, PRECISION)
         a = (p1 - lambda2 * p2).to(dtype)
-        hat, r, _out = _rms_norm(_p_b(a, contrast, _zeros(B, WIDTHS), PRECISION), weights2, d)
+        hat, r, _out = _rms_norm(_p_b(a, contrast, _zeros(B, D1, D2), PRECISION), weights2, d)
         g = _cast(_load(g_out + first * M * d, rows, M * d, valid, columns, d), tl.float32)
         g_a_v, g_weight = _rms_norm_backward(g, hat, r, weights2, d)
         g_weight2 = _plus(g_weight2, g_weight, 1.0)
@@ -450,10 +441,10 @@ def backward(
     tl.debug_barrier()  # other threads read these rows of g_q and of g_y
 
     # Stage II, the maps: gradients of q, t+, t- and lambda2
-    g_positive, g_negative = _zeros(C, WIDTHS), _zeros(C, WIDTHS)
+    g_positive, g_negative = _zeros(C, D1, D2), _zeros(C, D1, D2)
     g_lambda2 = tl.zeros((B,), tl.float32)
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         queries = _load(q + first * stride, rows, stride, valid, columns, d)
         g_a_v = _load(g_q + first * stride, rows, stride, valid, columns, d)
         p1 = _again(queries, positive, _load_row(lse2 + first, rows, valid), n, C, PRECISION)
@@ -464,7 +455,7 @@ def backward(
         g_s1, g_s2 = _logits_backward(p1, p2, g_a, dots1[:, None], dots2[:, None], lambda2, dtype)
         g_positive = _p_b(tl.trans(g_s1), queries, g_positive, PRECISION)
         g_negative = _p_b(tl.trans(g_s2), queries, g_negative, PRECISION)
-        g_queries = _p_b(g_s1, positive, _zeros(B, WIDTHS), PRECISION)
+        g_queries = _p_b(g_s1, positive, _zeros(B, D1, D2), PRECISION)
         g_queries = _p_b(g_s2, negative, g_queries, PRECISION)
         tl.debug_barrier()  # all have read these rows of g_q
         _store(g_q + first * stride, rows, stride, valid, columns, d, g_queries)
@@ -477,18 +468,18 @@ def backward(
     g_y = _load(g_y_rows, c, d, c < n, columns, d)
     log_sum1, log_sum2 = tl.load(lse1 + c, c < n, float("inf")), tl.load(lse1 + n + c, c < n, float("inf"))
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         keys = _load(k + first * stride, rows, stride, valid, columns, d)
         p1 = _again_by_tokens(positive, keys, log_sum1, valid, PRECISION)
         p2 = _again_by_tokens(negative, keys, log_sum2, valid, PRECISION)
-        g_values = _p_b(tl.trans((p1 - lambda1 * p2).to(dtype)), g_y, _zeros(B, WIDTHS), PRECISION)
+        g_values = _p_b(tl.trans((p1 - lambda1 * p2).to(dtype)), g_y, _zeros(B, D1, D2), PRECISION)
         _store(g_v + first * stride, rows, stride, valid, columns, d, g_values)
 
     # Stage I, the maps: gradients of k, t+ and t-
     g_positive = _load(g_streams, c, d, c < n, columns, d)
     g_negative = _load(g_streams + n * d, c, d, c < n, columns, d)
     for first in tl.range(0, T, B, disable_licm=True):
-        valid = _valid(first, T, B)
+        valid = None if T % B == 0 else first + rows < T
         keys = _load(k + first * stride, rows, stride, valid, columns, d)
         values = _load(v + first * stride, rows, stride, valid, columns, d)
         p1 = _again_by_tokens(positive, keys, log_sum1, valid, PRECISION)
@@ -497,7 +488,7 @@ def backward(
         g_s1, g_s2 = _logits_backward(p1, p2, g_p, g_v1_v1[:, None], g_v2_v2[:, None], lambda1, dtype)
         g_positive = _p_b(g_s1, keys, g_positive, PRECISION)
         g_negative = _p_b(g_s2, keys, g_negative, PRECISION)
-        g_keys = _p_b(tl.trans(g_s1), positive, _zeros(B, WIDTHS), PRECISION)
+        g_keys = _p_b(tl.trans(g_s1), positive, _zeros(B, D1, D2), PRECISION)
         g_keys = _p_b(tl.trans(g_s2), negative, g_keys, PRECISION)
         _store(g_k + first * stride, rows, stride, valid, columns, d, g_keys)
     g_positive, g_negative = [x * d**-0.5 for x in g_positive], [x * d**-0.5 for x in g_negative]
@@ -510,7 +501,7 @@ def backward(
         g_pooled = _scale_rows(_plus([x * POOL1 for x in g_positive], g_negative, POOL2), _bin_shares(C, H, W, h, w))
         g_pooled = _cast(g_pooled, dtype)
         for first in tl.range(0, T, B, disable_licm=True):
-            valid = _valid(first, T, B)
+            valid = None if T % B == 0 else first + rows < T
             g_queries = _cast(_load(g_q + first * stride, rows, stride, valid, columns, d), tl.float32)
             inside = _in_bin(first + rows - PREFIX, n, C, H, W, h, w).to(dtype)
             g_queries = _p_b(inside, g_pooled, g_queries, PRECISION)
