@@ -474,7 +474,7 @@ def test_batches_are_shared_equally():
         ("checkpoint__keep_every", -5, "checkpoint.keep_every: expected int ≥0, got '-5'"),
         ("data__num_workers", -1, "data.num_workers: expected int ≥0, got '-1'"),
         ("seed", -1, "seed: expected int 0..2^63 - 1, got '-1'"),
-        ("log__trackers", ["wandb"], "log.trackers: wandb is not installed"),
+        ("log__trackers", ["clearml"], "log.trackers: clearml is not installed"),
         ("model__hidden_size", 0, "model.hidden_size: expected int >0 or null, got '0'"),
         ("model__mlp_ratio", -1, "model.mlp_ratio: expected float >0, got '-1'"),
         ("model__mlp_ratio", float("inf"), "model.mlp_ratio: inf"),

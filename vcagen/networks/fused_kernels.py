@@ -315,7 +315,8 @@ def forward(
     qkv, embedding1, embedding2, lambdas1, lambdas2, weight1, weight2, out, saved, lse1, lse2, M, lambda_init,
     POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out, and for the backward pass y and v- (`saved`) and the log-sum-exps of both stages."""
     program = tl.program_id(0).to(tl.int64)
@@ -375,7 +376,8 @@ def backward(
     g_y_rows, g_lambdas, g_weights, M, lambda_init,
     POOL1: tl.constexpr, POOL2: tl.constexpr, n: tl.constexpr, d: tl.constexpr, C: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, P: tl.constexpr, B: tl.constexpr, T: tl.constexpr, PREFIX: tl.constexpr,
-    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, h: tl.constexpr, w: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g_qkv, and this program's share of the gradients of t+ and t-, both lambdas and both norms' weights.
 
