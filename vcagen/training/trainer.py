@@ -15,7 +15,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -246,7 +246,8 @@ class Trainer:
 
         Always on the same images, times and noise: a function of weights and seed alone.
         """
-        if not self.accelerator.is_main_process or self.accelerator.is_fsdp2 or self.config.model.attention != "vca":
+        sharded = isinstance(self.network, FSDPModule)  # one rank alone cannot run it
+        if not self.accelerator.is_main_process or sharded or self.config.model.attention != "vca":
             return {}
         x_start, y, draws = self._contrast_inputs
         found = mean_contrast(
