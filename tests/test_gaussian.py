@@ -160,7 +160,7 @@ def test_order_of_convergence(method, order):
         assert math.log2(coarse / fine) == pytest.approx(order, abs=0.25)
 
 
-@pytest.mark.parametrize("method", FIXED_METHODS + ADAPTIVE_METHODS)
+@pytest.mark.parametrize("method", [*FIXED_METHODS, *ADAPTIVE_METHODS])
 def test_every_method_solves_the_gaussian_flow(method):
     noise = u((4, 1, 1, 1), 1)
     num_steps = None if method in ADAPTIVE_METHODS else 400

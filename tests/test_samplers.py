@@ -22,6 +22,7 @@ from vcagen.processes.samplers import (
     ddim_sample,
     ddpm_sample,
     dpmpp_sample,
+    fixed_step_samplers,
     ode_sample,
     options_in_use,
     sde_sample,
@@ -371,11 +372,19 @@ def test_fixed_steps_are_those_of_torchdiffeq_bit_for_bit(method, num_steps, dty
 
     ours = ode_sample(FLOW, predict, noise, num_steps=num_steps, method=method)
     assert 0 == min(times) <= max(times) <= 1 + 1e-12
+    assert len(times) == num_steps * FIXED_METHODS[method]
     expected = odeint(
         lambda t, x: predict(x, float(t)), noise, noise.new_tensor([0.0, 1.0]), method=method,
         options={"grid_constructor": lambda func, y0, t: grid},
     )[-1]  # fmt: skip
     assert torch.equal(ours, expected)
+
+
+def test_fixed_step_samplers_are_those_with_a_number_of_steps():
+    assert fixed_step_samplers("diffusion") == {name: ({"sampler": name}, 1) for name in ("ddpm", "ddim", "dpmpp")}
+    flow = fixed_step_samplers("flow")
+    assert list(flow) == ["sde", *(f"ode {method}" for method in FIXED_METHODS)]
+    assert flow["ode rk4"] == ({"sampler": "ode", "method": "rk4"}, 4)
 
 
 def test_samplers_say_their_process_and_options():

@@ -16,13 +16,10 @@ from vcagen.evaluation.evaluate import Evaluator
 from vcagen.evaluation.features import load_extractor
 from vcagen.evaluation.reference import open_reference
 from vcagen.paper.table import markdown
-from vcagen.processes.samplers import FIXED_METHODS, SAMPLERS
+from vcagen.processes.samplers import fixed_step_samplers
 from vcagen.sampling.load_run import LoadedRun, load
 from vcagen.system.files import FORMAT, read_json, write_json
 from vcagen.training.plots import drawing
-
-STAGES = {"midpoint": 2, "heun2": 2, "rk4": 4}
-"""Network calls of a step, where it has several."""
 
 
 class Point(TypedDict):
@@ -56,12 +53,14 @@ def run(config: CallsBenchConfig) -> None:
         if before != facts:
             raise ValueError(f"{file}: of other weights, images or scores; give another out")
     have = {(point["sampler"], point["num_steps"], point["cfg_scale"]) for point in points}
-    wanted = [options for options in _settings(loaded, config) if _key(options) not in have]
+    wanted = [setting for setting in _settings(loaded, config) if setting not in have]
+    samplers = fixed_step_samplers(loaded.config.process.name)
     extractor = load_extractor(config.extractor, device=loaded.vae.device)
     reference = open_reference(config.reference, extractor, rows=False, shape=loaded.image_shape)
     with tqdm(wanted, desc="calls", unit="point", dynamic_ncols=True, disable=not wanted) as bar:
-        for options in bar:
-            bar.set_postfix_str(" ".join(map(str, _key(options))))
+        for sampler, num_steps, cfg_scale in bar:
+            bar.set_postfix_str(f"{sampler} {num_steps} {cfg_scale}")
+            options: dict[str, Any] = {**samplers[sampler][0], "num_steps": num_steps, "cfg_scale": cfg_scale}
             counted, calls = _counted(loaded)
             evaluator = Evaluator(extractor, reference, config.num_images, precision_recall=False)
             for start in range(0, config.num_images, config.batch):
@@ -70,7 +69,6 @@ def run(config: CallsBenchConfig) -> None:
                 assert isinstance(images, Tensor)
                 evaluator.update(images, batch)
             name, score = next(iter(evaluator.finalize()["metrics"].items()))
-            sampler, num_steps, cfg_scale = _key(options)
             chunks = -(-config.num_images // config.batch)
             points.append({"sampler": sampler, "num_steps": num_steps, "cfg_scale": cfg_scale,
                            "calls": len(calls) / chunks, "score": name, "value": score})  # fmt: skip
@@ -80,25 +78,13 @@ def run(config: CallsBenchConfig) -> None:
     _plot(out / "calls.png", points)
 
 
-def _settings(run: LoadedRun, config: CallsBenchConfig) -> Iterator[dict[str, Any]]:
-    """The options of each point, cheap ones first."""
-    process = run.config.process.name
-    kinds = [{"sampler": name, **({"method": method} if method else {})}
-             for name, sampler in SAMPLERS.items() if sampler.process == process
-             for method in (FIXED_METHODS if "method" in sampler.options else (None,))]  # fmt: skip
+def _settings(run: LoadedRun, config: CallsBenchConfig) -> Iterator[tuple[str, int, float]]:
+    """Sampler, steps and guidance of each point, cheap ones first."""
     for calls in sorted(config.calls):
         for scale in config.cfg_scales:
-            for kind in kinds:
-                if (steps := calls // STAGES.get(kind.get("method") or "", 1)) > 0:
-                    yield {**kind, "num_steps": steps, "cfg_scale": scale}
-
-
-def _key(options: dict[str, Any]) -> tuple[str, int, float]:
-    return (
-        " ".join(filter(None, (options["sampler"], options.get("method")))),
-        options["num_steps"],
-        options["cfg_scale"],
-    )
+            for sampler, (_, calls_of_step) in fixed_step_samplers(run.config.process.name).items():
+                if steps := calls // calls_of_step:
+                    yield sampler, steps, scale
 
 
 def _counted(run: LoadedRun) -> tuple[LoadedRun, list[None]]:

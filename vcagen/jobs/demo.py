@@ -16,7 +16,7 @@ from vcagen.config.job_options import DemoConfig
 from vcagen.jobs.map_pages import contrast_page, query_page
 from vcagen.jobs.maps import contrast_chunks, look, parse_times
 from vcagen.networks.maps import layer_names
-from vcagen.processes.samplers import FIXED_METHODS, SAMPLERS
+from vcagen.processes.samplers import fixed_step_samplers
 from vcagen.sampling.image_store import to_pil
 from vcagen.sampling.load_run import LoadedRun, load
 
@@ -25,8 +25,6 @@ try:
 except ModuleNotFoundError as error:
     raise ValueError('demo: gradio is missing; pip install "vcagen[demo]"') from error
 
-CALLS = {"midpoint": 2, "heun2": 2, "rk4": 4}
-"""Network calls of a step, where they are not one."""
 SMALLEST = 128
 """Images of fewer pixels are shown enlarged."""
 
@@ -53,23 +51,16 @@ class Demo:
 
     def __init__(self, run: LoadedRun, num_images: int) -> None:
         self.run, self.num_images = run, num_images
-        self.samplers: dict[str, dict[str, Any]] = {}
-        """Options of the samplers of the run's process, by their names on the page."""
-        for name, sampler in SAMPLERS.items():
-            if sampler.process == run.config.process.name and "num_steps" in sampler.options:
-                methods = FIXED_METHODS if "method" in sampler.options else ()
-                self.samplers |= {f"{name} {method}": {"sampler": name, "method": method} for method in methods} or {
-                    name: {"sampler": name}
-                }
+        self.samplers = fixed_step_samplers(run.config.process.name)
         own = run.sampling()
-        same = [name for name, given in self.samplers.items() if all(getattr(own, k) == v for k, v in given.items())]
+        same = [name for name, (given, _) in self.samplers.items()
+                if all(getattr(own, option) == value for option, value in given.items())]  # fmt: skip
         self.default_sampler = (same or [*self.samplers])[0]
         self.latents = lru_cache(maxsize=8)(self._latents)
 
     def _latents(self, label: int, guidance: float, sampler: str, calls: float, seed: int) -> Tensor:
-        named = self.samplers[sampler]
-        num_steps = max(1, int(calls) // CALLS.get(named.get("method", ""), 1))
-        options = {**named, "num_steps": num_steps, "cfg_scale": guidance}
+        chosen, calls_of_step = self.samplers[sampler]
+        options: dict[str, Any] = {**chosen, "num_steps": max(1, int(calls) // calls_of_step), "cfg_scale": guidance}
         return self.run.latents([label] * self.num_images, seed=seed, batch=self.num_images, **options)
 
     def sample(self, label: int, guidance: float, sampler: str, calls: float, seed: int) -> list[Image.Image]:

@@ -23,7 +23,8 @@ from vcagen.processes.process import check_choice, refuse_non_finite
 
 RandnLike = Callable[[Tensor], Tensor]
 
-FIXED_METHODS = ("euler", "midpoint", "heun2", "rk4")
+FIXED_METHODS = {"euler": 1, "midpoint": 2, "heun2": 2, "rk4": 4}
+"""ODE method of fixed steps -> network calls of a step."""
 ADAPTIVE_METHODS = ("dopri5",)
 LAST_STEPS = ("Mean", "Tweedie", "Euler", "none")
 SDE_START = 0.01
@@ -155,7 +156,7 @@ def ode_sample(
             or too small for this flow; NonFiniteError for a velocity of an adaptive method that is not finite.
     """
     adaptive = method in ADAPTIVE_METHODS
-    check_choice("method", method, FIXED_METHODS + ADAPTIVE_METHODS)
+    check_choice("method", method, (*FIXED_METHODS, *ADAPTIVE_METHODS))
     if adaptive and num_steps is not None:
         raise ValueError(f"num_steps: {num_steps}; {method} chooses its own steps: leave it out, set atol and rtol")
     if not adaptive and (num_steps is None or num_steps < 1):
@@ -290,3 +291,21 @@ def options_in_use(name: str, method: str) -> tuple[str, ...]:
         return options
     idle = ("num_steps",) if method in ADAPTIVE_METHODS else ("atol", "rtol")
     return tuple(option for option in options if option not in idle)
+
+
+def fixed_step_samplers(process: str) -> dict[str, tuple[dict[str, str], int]]:
+    """The samplers of a process that take a number of steps, a method of them for itself.
+
+    Returns:
+        Name, such as `ode heun2` -> the options that choose it, and its network calls of a step.
+    """
+    found: dict[str, tuple[dict[str, str], int]] = {}
+    for name, sampler in SAMPLERS.items():
+        if sampler.process != process or "num_steps" not in sampler.options:
+            continue
+        if "method" in sampler.options:
+            for method, calls in FIXED_METHODS.items():
+                found[f"{name} {method}"] = {"sampler": name, "method": method}, calls
+        else:
+            found[name] = {"sampler": name}, 1
+    return found
