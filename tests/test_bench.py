@@ -74,7 +74,7 @@ def test_attention_of_recognition(capsys, tmp_path):
 
 def test_networks_of_timm(capsys, tmp_path):
     (header, *cells), numbers = run(
-        capsys, tmp_path, "timm", "--models=[deit_tiny_patch16_224]", "--batch=1", "--modes=[eager]",
+        capsys, tmp_path, "recognition", "--models=[deit_tiny_patch16_224]", "--batch=1", "--modes=[eager]",
         "--seconds=0.01",
     )  # fmt: skip
     assert [row[header.index("pass")] for row in cells] == ["forward", "forward + backward"]
@@ -83,7 +83,7 @@ def test_networks_of_timm(capsys, tmp_path):
     assert row["ratio"] > 0
     assert row["plain_images_per_second"] > 0
     with pytest.raises(ValueError, match="models: timm has no vca_pvt_v2_b0"):
-        main(["bench", "timm", "--models=[pvt_v2_b0]"])
+        main(["bench", "recognition", "--models=[pvt_v2_b0]"])
 
 
 def test_attention_with_heads_of_xl(capsys, tmp_path):

@@ -28,7 +28,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "bench attention": (job_options.AttentionBenchConfig, "vcagen.bench.attention"),
     "bench kernels": (job_options.KernelsBenchConfig, "vcagen.bench.kernels"),
     "bench train": (job_options.TrainBenchConfig, "vcagen.bench.train"),
-    "bench timm": (job_options.RecognitionBenchConfig, "vcagen.bench.recognition"),
+    "bench recognition": (job_options.RecognitionBenchConfig, "vcagen.bench.recognition"),
     "bench sample": (job_options.SampleBenchConfig, "vcagen.bench.sample"),
     "bench calls": (job_options.CallsBenchConfig, "vcagen.bench.calls"),
     "bench vae": (job_options.VaeBenchConfig, "vcagen.bench.vae"),
@@ -44,8 +44,9 @@ def main(args: list[str]) -> None:
     """
     if not args or args[0] in ("-h", "--help"):
         print("usage: vcagen JOB [options]\n\njobs:")
+        width = max(map(len, JOBS)) + 2
         for job, (options, _) in JOBS.items():
-            print(f"  {job:<17}{(options.__doc__ or '').splitlines()[0]}")
+            print(f"  {job:<{width}}{(options.__doc__ or '').splitlines()[0]}")
         print("\nvcagen JOB --help shows the options. train.py and sample.py are the jobs train and sample.")
     elif args[0] == "--version":
         print(vcagen.__version__)
