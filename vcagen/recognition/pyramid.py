@@ -8,6 +8,7 @@ Symbols: N images, C channels, H x W grid of a stage, T = H * W tokens, D width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -66,7 +67,7 @@ class Stage(nn.Module):
         return resample_abs_pos_embed(table, grid_size, old_size=self.grid_size, num_prefix_tokens=0)
 
 
-class Pyramid(nn.Module):
+class Pyramid(nn.Module, ABC):
     """Four stages and a classifier, under timm's conventions; a family says what its plain attention is.
 
     Args:
@@ -144,9 +145,9 @@ class Pyramid(nn.Module):
         initialise_linear(self)
         self.to(device=device, dtype=dtype)
 
+    @abstractmethod
     def plain_attention(self, stage: int, dim: int, num_heads: int, grid_size: tuple[int, int]) -> nn.Module:
         """The attention of the blocks of a stage that have no other."""
-        raise NotImplementedError
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that are not decayed."""

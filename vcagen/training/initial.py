@@ -80,8 +80,7 @@ def open_init(source: str, config: Config) -> Start:
                 names = weights.metadata["data"]["class_names"]
             if theirs.process.name != process:
                 raise ValueError(f"{path}: was trained for {theirs.process.name}; process.name is {process}")
-            heads = theirs.model.num_heads or parse_size(theirs.model.size)["num_heads"]
-            return Start(path, weights, theirs.model, names, len(names), heads)
+            return Start(path, weights, theirs.model, names, len(names), _num_heads(theirs.model))
         # A process of a plugin knows best what it can start from.
         public = identify(path, weights, process if process in KINDS.values() else "flow", over_names=False)
         names = public_class_names(public.class_names, public.num_classes)
@@ -104,8 +103,7 @@ def initial_network(config: Config, data: DataSpec) -> DiT:
         return network
     start = open_init(config.init, config)
     state, new = dict(start.weights.state_dict), network.state_dict()
-    heads = config.model.num_heads or parse_size(config.model.size)["num_heads"]
-    if start.num_heads not in (None, heads):
+    if start.num_heads not in (None, heads := _num_heads(config.model)):
         raise ValueError(f"init: {start.path}: {start.num_heads} attention heads; model.num_heads is {heads}")
     notes = [f"starts from {start.weights.name} of {start.path}, {config.process.name}"]
     if TABLE in state and state[TABLE].shape[1:] == new[TABLE].shape[1:]:
@@ -141,6 +139,10 @@ def kept_labels(start: Start, ours: Sequence[str], *, null: bool) -> dict[int, i
     rows = {name: row for row, name in enumerate(theirs)}
     kept = {row: rows[name] for row, name in enumerate(ours) if name in rows}
     return {**kept, len(ours): start.num_classes} if null else kept
+
+
+def _num_heads(model: ModelConfig) -> int:
+    return model.num_heads or parse_size(model.size)["num_heads"]
 
 
 def _is_fixed(table: Tensor) -> bool:
