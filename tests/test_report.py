@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import yaml
 from helpers import ROOT
@@ -18,7 +17,7 @@ from vcagen.config.options import to_plain
 from vcagen.data.images import open_dataset_images
 from vcagen.networks.cost import Cost
 from vcagen.networks.weights import save_weights
-from vcagen.paper.comparison import compare, student_quantile
+from vcagen.paper.comparison import compare
 from vcagen.paper.digits import DigitAccuracy
 from vcagen.paper.plots import plot_samples, plot_steps
 from vcagen.paper.report import report_table, table_text, table_values
@@ -281,12 +280,6 @@ def test_scores_over_the_steps_and_samples_of_the_same_noise_are_drawn(tmp_path)
     assert len(red) == pytest.approx(len(blue), rel=0.05)
     assert red.max() < blue.min(), "the rows are one below the other"
     plot_samples(tmp_path / "none.png", "T", lines, count=4)
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 9, 200])
-def test_quantiles_of_students_t(freedom):
-    expected = scipy.stats.t.ppf([0.6, 0.975], freedom)
-    assert [student_quantile(p, freedom) for p in (0.6, 0.975)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_report_of_a_run(tmp_path, capsys):

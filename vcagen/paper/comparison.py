@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
+from scipy.special import stdtrit
 
 from vcagen.config.options import Config, flatten, may_change, to_plain
 from vcagen.networks.cost import Cost
@@ -141,18 +141,7 @@ def interval(row: ComparedRow, rows: Sequence[ComparedRow]) -> float | None:
     pairs = [run.score.value - by_seed[run.seed] for run in row.runs if run.score and run.seed in by_seed]
     if len(pairs) < 2:
         return None
-    return student_quantile(0.975, len(pairs) - 1) * statistics.stdev(pairs) / math.sqrt(len(pairs))
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t, for a probability of 0.5 to 1.
-
-    The density over u, where t = sqrt(freedom) tan(u), is cos(u)^(freedom - 1) up to a factor.
-    """
-    u = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(u) ** (freedom - 1)
-    area = np.cumsum(density[1:] + density[:-1])  # trapezoids
-    return math.sqrt(freedom) * math.tan(np.interp(2 * probability - 1, area / area[-1], u[1:]))
+    return float(stdtrit(len(pairs) - 1, 0.975)) * statistics.stdev(pairs) / math.sqrt(len(pairs))
 
 
 def _minus(a: float | None, b: float | None) -> float | None:
