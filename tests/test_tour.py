@@ -39,7 +39,7 @@ def test_the_tour_runs(tmp_path, monkeypatch):
         (cell,) = (cell for cell in code_cells(notebook) if long in cell["source"])
         cell["source"] = cell["source"].replace(long, short)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as `helpers.ENV`: two threads beside another test take ten times as long
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads beside another test take ten times as long
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert pictures(notebook) == stored
     assert "fd_pixels_100" in code_cells(notebook)[-1]["outputs"][-1]["text"]
