@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import vcagen
 from vcagen import __main__
 from vcagen.jobs import maps as job
 from vcagen.jobs.classifier_maps import load_classifier, look_at_images
-from vcagen.jobs.map_pages import COLUMNS, Input, preference
+from vcagen.jobs.map_pages import COLUMNS, Input, contrast_page, percent, preference
 from vcagen.networks.maps import contrast_maps, mean_contrast
 
 VCA = [variant for variant in VARIANTS if variant[0] == "vca"]
@@ -163,15 +164,44 @@ def test_pages_are_legible(side, channels, blocks, head, options):
     made = dict(itertools.islice(job.pages(inputs, maps, dict.fromkeys(maps, (side - 1, 1)), head), 2))
     assert [*made] == (["query_block_20"] if "stage1" in options else ["contrast", "query_block_20"])
     for figure in made.values():
-        assert figure.get_figwidth() <= 8
-        texts = texts_of(figure)
-        assert {"query", "input"} & {text for text, _ in texts}
-        for text, box in texts:
-            inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
-            assert inside, text
-        for (text, box), (other, its_box) in itertools.combinations(texts, 2):
-            assert not box.overlaps(its_box), (text, other)
-        assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 8
+        assert_legible(figure)
+
+
+def assert_legible(figure):
+    assert figure.get_figwidth() <= 8
+    texts = texts_of(figure)
+    assert {"query", "input"} & {text for text, _ in texts}
+    for text, box in texts:
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+        assert inside, text
+    for (text, box), (other, its_box) in itertools.combinations(texts, 2):
+        assert not box.overlaps(its_box), (text, other)
+    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 8
+
+
+@pytest.mark.parametrize("part", [0.03, 1e-2, 1e-3, 1e-5])
+def test_streams_that_hardly_differ_have_legible_numbers(part):
+    inputs, maps = inputs_and_maps(4, 1, COLUMNS)
+    for name, found in maps.items():
+        positive, negative = found.stage1.positive, found.stage1.negative
+        near = replace(found.stage1, negative=positive + part * (negative - positive))
+        maps[name] = replace(found, stage1=near)
+    assert_legible(contrast_page(inputs, maps))
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0317, "+3.2 %"),
+        (0.25, "+25 %"),
+        (-0.0013, "-0.13 %"),
+        (0.00058, "+0.06 %"),
+        (-2.4e-5, "-2e-3 %"),
+        (0.0, "+0 %"),
+    ],
+)
+def test_shares_in_percent_are_short(share, text):
+    assert percent(share) == text
 
 
 def test_the_colours_of_a_patch_are_its_preference():

@@ -53,7 +53,7 @@ def contrast_page(inputs: Sequence[Input], maps: Mapping[str, ContrastMaps], *, 
         limit = max(float(np.quantile(np.abs(shares), 0.98)), 1e-9)
         page.draw(column, shares, SIGNED, (-limit, limit))
         page.outline(column)
-        page.bar(column, column, lambda value: f"{_digits(100 * value, '+')} %")
+        page.bar(column, column, percent)
     return page.figure
 
 
@@ -200,6 +200,14 @@ class _Page:
         low, high = bar.ax.set_xticklabels([text(shown.norm.vmin), text(shown.norm.vmax)], fontsize=8)
         low.set_horizontalalignment("left")
         high.set_horizontalalignment("right")
+
+
+def percent(share: float) -> str:
+    """A share in percent, with its sign: short enough for half a column, so a small one has one digit."""
+    value = 100 * share
+    if abs(value) >= 0.1 or value == 0:
+        return f"{_digits(value, '+')} %"
+    return f"{value:+.1g} %" if abs(value) >= 0.01 else f"{value:+.0e} %".replace("e-0", "e-")
 
 
 def _digits(value: float, sign: str = "") -> str:
